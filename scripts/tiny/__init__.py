@@ -1,0 +1,1 @@
+"""Parts of scripts/train_tiny.py: what makes the embedded checkpoint."""
