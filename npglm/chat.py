@@ -1,9 +1,9 @@
 """A conversation to the text of a prompt, by the chat template inside a GGUF.
 
-The environment is the one that transformers 5.24.0 renders templates in (utils/chat_template_utils.py), as templates are written for it:
-jinja2's immutable sandbox, trim_blocks, lstrip_blocks, loop controls, `raise_exception`, `strftime_now`, its own `tojson`, and a
-`{% generation %}` block that renders its content. A template comes with a downloaded file and is not trusted: the sandbox hides Python's
-internals, `range` stops at 100000 and products are bounded. Its running time is not.
+The environment is the one that transformers 5.24.0 renders templates in (utils/chat_template_utils.py), as templates are
+written for it: jinja2's immutable sandbox, trim_blocks, lstrip_blocks, loop controls, `raise_exception`, `strftime_now`, its
+own `tojson`, and a `{% generation %}` block that renders its content. A template comes with a downloaded file and is not
+trusted: the sandbox hides Python's internals, `range` stops at 100000 and products are bounded. Its running time is not.
 """
 
 import json
@@ -42,9 +42,10 @@ def render_chat(
 ) -> str:
     """The prompt, to be encoded with special tokens parsed.
 
-    messages: {"role", "content", ...}, as transformers and the OpenAI API have them, of JSON's types; keys that are None are left out, and
-    the reasoning of an earlier answer may go by any of REASONING_KEYS. tools: JSON schemas. add_generation_prompt: end
-    with the opening of the assistant's turn. kwargs: the template's own switches (enable_thinking, reasoning_effort, ...).
+    messages: {"role", "content", ...}, as transformers and the OpenAI API have them, of JSON's types; keys that are None are
+    left out, and the reasoning of an earlier answer may go by any of REASONING_KEYS. tools: JSON schemas.
+    add_generation_prompt: end with the opening of the assistant's turn. kwargs: the template's own switches (enable_thinking,
+    reasoning_effort, ...).
 
     Any failure in the template is one NpglmError with the template's line where it is known.
     """
@@ -58,7 +59,7 @@ def render_chat(
     try:
         compiled = _environment().from_string(template)
         return compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
-    except Exception as e:  # whatever it raises, the template is at fault
+    except Exception as e:  # noqa: BLE001 - whatever it raises, the template is at fault
         line = e.lineno if isinstance(e, TemplateSyntaxError) else _line_of(e)
         where = f"line {line}: " if line else ""
         raise NpglmError(f"chat template: {where}{_one_line(e)}") from None
@@ -75,7 +76,7 @@ def _message(message: dict) -> dict:
 class _Generation(Extension):
     """{% generation %}...{% endgeneration %} marks the assistant's own words for training; here it is only a scope."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})
 
     def parse(self, parser):
         line = next(parser.stream).lineno

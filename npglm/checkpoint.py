@@ -17,11 +17,12 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 
-from npglm.config import GlmConfig
+from npglm.config import ARCHITECTURE, GlmConfig
 from npglm.errors import NpglmError
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_NESTING = 4
+MAX_HEADER_BYTES = 64 << 20  # GLM-5.2's is 9.4 MB; without a limit a flipped bit makes a string of the whole file
 DECODE_BYTES = 64 << 20  # of f32 output at a time; gguf.quants needs a few times as much while it works
 FLOAT_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 DECODABLE = FLOAT_TYPES | frozenset(_type_traits)
@@ -80,17 +81,16 @@ class _Reader:
     """A cursor over the mapped bytes; every count is checked against the bytes left before anything is allocated."""
 
     def __init__(self, buffer, name: str):
-        self.buffer, self.name, self.at, self.end = buffer, name, 0, len(buffer)
+        self.buffer, self.name, self.at, self.end = buffer, name, 0, min(len(buffer), MAX_HEADER_BYTES)
 
     def error(self, what: str) -> NpglmError:
-        return NpglmError(f"{self.name}: {what}")
+        text = "".join(c if c.isprintable() else "?" for c in f"{self.name}: {what}"[:300])  # names come from the file
+        return NpglmError(text)
 
     def need(self, n_bytes: int, what: str) -> int:
         at = self.at
         if n_bytes > self.end - at:
-            raise self.error(
-                f"truncated or damaged: {what} needs {n_bytes} bytes at offset {at}, the file has {self.end - at} left"
-            )
+            raise self.error(f"truncated or damaged: {what} needs {n_bytes} bytes at offset {at}, {self.end - at} are left")
         self.at = at + n_bytes
         return at
 
@@ -123,11 +123,9 @@ class _Reader:
         if item_bytes is None:
             raise self.error(f"{what}: metadata type {type_id} does not exist")
         if count * item_bytes > self.end - self.at:
-            raise self.error(
-                f"truncated or damaged: {what} claims {count} entries, the file has {self.end - self.at} bytes left"
-            )
+            raise self.error(f"truncated or damaged: {what} claims {count} entries, {self.end - self.at} bytes are left")
         if code:
-            return list(struct.unpack_from(f"<{count}{code}", self.buffer, self.need(count * item_bytes, what)))
+            return np.frombuffer(self.buffer, "<" + code, count, self.need(count * item_bytes, what)).tolist()
         if type_id == ARRAY:
             return [self.array(what, depth + 1) for _ in range(count)]
         return self.strings(count, what)
@@ -140,12 +138,12 @@ class _Reader:
                 start = at + 8
                 at = start + unpack(buffer, at)[0]
                 if at > end:
-                    raise self.error(f"truncated or damaged: a string of {what} runs past the end of the file")
+                    raise self.error(f"truncated or damaged: a string of {what} runs past the end")
                 out.append(buffer[start:at].decode())
         except UnicodeDecodeError:
             raise self.error(f"damaged: a string of {what} is not UTF-8") from None
         except struct.error:
-            raise self.error(f"truncated or damaged: {what} runs past the end of the file") from None
+            raise self.error(f"truncated or damaged: {what} runs past the end") from None
         self.at = at
         return out
 
@@ -188,7 +186,7 @@ def read_gguf(path) -> GgufFile:
         if name in tensors:
             raise reader.error(f"tensor {name} occurs twice")
         tensors[name] = _tensor(reader, data, alignment, data_offset + offset, name, shape, kind)
-    digest = hashlib.sha256(buffer[: min(data_offset, reader.end)]).hexdigest()
+    digest = hashlib.sha256(buffer[:data_offset]).hexdigest()
     return GgufFile(path, metadata, tensors, data_offset, digest)
 
 
@@ -215,8 +213,8 @@ def _tensor(reader: _Reader, data: np.ndarray, alignment: int, at: int, name: st
     if at % alignment:
         raise reader.error(f"tensor {name}: offset {at} is not a multiple of the alignment {alignment}")
     row_bytes = shape[-1] // block * block_bytes
-    if at + n_rows * row_bytes > reader.end:
-        missing = at + n_rows * row_bytes - reader.end
+    if at + n_rows * row_bytes > len(data):
+        missing = at + n_rows * row_bytes - len(data)
         raise reader.error(f"truncated or damaged: tensor {name} ends {missing} bytes past the end of the file")
     return Tensor(name, shape, kind, data[at : at + n_rows * row_bytes].reshape(n_rows, row_bytes), reader.name)
 
@@ -264,6 +262,9 @@ MOE_TENSORS = {
     "ffn_down_shexp": ("ffn_down_shexp.weight", "D S*G", False),
 }
 OPTIONAL = {"output", "exp_probs_b"}  # absent: tied to token_embd; a bias of zero
+UNUSED = re.compile(
+    r"blk\.\d+\.(indexer\..*|attn_kv_b\.weight)"
+)  # copies on shared layers; k_b and v_b in one, as older files have it
 
 
 def layer_tensors(config: GlmConfig, layer: int) -> dict:
@@ -303,7 +304,7 @@ class Checkpoint:
         for file in files:
             for name, tensor in file.tensors.items():
                 if name in self.tensors:
-                    raise NpglmError(f"{file.path.name}: tensor {name} is also in {self.tensors[name].source}")
+                    raise NpglmError(f"{file.path.name}: tensor {name!r:.80} is also in {self.tensors[name].source}")
                 self.tensors[name] = tensor
         self.config = GlmConfig.from_metadata(self.metadata, files[0].path.name)
         self.sha256 = files[0].header_sha256
@@ -325,11 +326,30 @@ class Checkpoint:
         weights.layers = [
             _bind(self.tensors, config, layer_tensors(config, i), f"blk.{i}.", source) for i in range(config.n_layers)
         ]
+        self._refuse_unknown(weights)
         return weights
+
+    def _refuse_unknown(self, weights: SimpleNamespace) -> None:
+        """A bias or scale that no op here applies, or an MTP layer run as an ordinary one, would give wrong numbers in silence."""
+        used = {t.name for part in (weights, *weights.layers) for t in vars(part).values() if isinstance(t, Tensor)}
+        for name, tensor in self.tensors.items():
+            layer = re.match(r"blk\.(\d{1,5})\.", name)
+            if name not in used and not UNUSED.fullmatch(name) and not (layer and int(layer[1]) >= self.config.n_layers):
+                raise NpglmError(f"{tensor.source}: tensor {name!r:.80} is not known here; the model cannot be run without it")
 
     @property
     def n_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
+
+    def notes(self) -> list[str]:
+        """What was assumed because the file does not say it, and what is in it but not run. One line each."""
+        config, notes = self.config, []
+        if config.n_mtp:
+            notes.append(f"{config.n_mtp} MTP layer(s) in the file are not run")
+        if f"{ARCHITECTURE}.attention.indexer.types" not in self.metadata:
+            how = "all full" if all(config.full) else "shared by GLM-5.2's table"
+            notes.append(f"no {ARCHITECTURE}.attention.indexer.types; context length {config.context_length}: layers are {how}")
+        return notes
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------------
@@ -365,12 +385,12 @@ def _check_shards(files: list[GgufFile]) -> None:
                 continue
             if value != expected:
                 hint = "; name it NAME-0000N-of-0000M.gguf and keep all shards in one folder" if len(files) == 1 else ""
-                raise NpglmError(f"{file.path.name}: key {key}: expected {expected}, found {value}{hint}")
+                raise NpglmError(f"{file.path.name}: key {key}: expected {expected}, found {value!r:.40}{hint}")
         for key in ("general.architecture", "general.name", "split.tensors.count"):
             theirs, ours = file.metadata.get(key), first.metadata.get(key)
             if theirs is not None and theirs != ours:
                 raise NpglmError(
-                    f"{file.path.name}: shard of another checkpoint: key {key} is {theirs!r}, {first.path.name} has {ours!r}"
+                    f"{file.path.name}: shard of another checkpoint: key {key} is {theirs!r:.60}, {first.path.name} has {ours!r:.60}"
                 )
     total, found = first.metadata.get("split.tensors.count"), sum(len(f.tensors) for f in files)
     if total is not None and total != found:

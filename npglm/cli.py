@@ -57,7 +57,8 @@ def whole_file(path):
         except OSError as error:
             raise NpglmError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be the very thing that is wrong
+            temporary.unlink(missing_ok=True)
 
 
 def token_ids(text: str) -> list[int]:

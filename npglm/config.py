@@ -101,18 +101,18 @@ class Keys:
             raise self.error(key, f"{value} is outside {low}..{high}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, low: float, high: float) -> float:
         key = f"{ARCHITECTURE}.{name}"
-        value = self.get(key, float, default)
-        if not 0.0 < value < 1e12:  # also false for NaN
-            raise self.error(key, f"{value} is not a positive finite number")
+        value = self.get(key, float)
+        if not low <= value <= high:  # also true for NaN
+            raise self.error(key, f"{value} is outside {low:g}..{high:g}")
         return value
 
 
 def _read(cls, keys: Keys) -> GlmConfig:
     architecture = keys.get("general.architecture", str)
     if architecture != ARCHITECTURE:
-        raise NpglmError(f"{keys.source}: architecture {architecture!r} is not supported; npglm runs {ARCHITECTURE!r} only")
+        raise NpglmError(f"{keys.source}: architecture {architecture!r:.40} is not supported; npglm runs {ARCHITECTURE!r} only")
     blocks, n_mtp = keys.size("block_count", high=4096), keys.size("nextn_predict_layers", 0, low=0, high=4095)
     if n_mtp >= blocks:
         raise keys.error(f"{ARCHITECTURE}.nextn_predict_layers", f"{n_mtp} leaves none of {blocks} blocks to run")
@@ -124,7 +124,7 @@ def _read(cls, keys: Keys) -> GlmConfig:
     n_experts = keys.size("expert_count", None if moe else 1)
     context = keys.size("context_length", high=1 << 31)
     config = cls(
-        name=str(keys.metadata.get("general.name", "")),
+        name=keys.get("general.name", str, ""),
         context_length=context,
         vocab=_vocab(keys),
         hidden=keys.size("embedding_length"),
@@ -144,12 +144,12 @@ def _read(cls, keys: Keys) -> GlmConfig:
         ffn=keys.size("feed_forward_length", None if n_dense else 1),
         n_experts=n_experts,
         n_chosen=keys.size("expert_used_count", None if moe else 1, high=n_experts),
-        n_shared=keys.size("expert_shared_count", 1),
+        n_shared=keys.size("expert_shared_count", None if moe else 1),
         expert_ffn=keys.size("expert_feed_forward_length", None if moe else 1),
-        expert_scale=keys.number("expert_weights_scale", 1.0),
-        expert_norm=keys.get(f"{ARCHITECTURE}.expert_weights_norm", bool, True),
-        rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=keys.number("rope.freq_base"),
+        expert_scale=keys.number("expert_weights_scale", 1e-6, 1e6) if moe else 1.0,
+        expert_norm=keys.get(f"{ARCHITECTURE}.expert_weights_norm", bool, None if moe else True),
+        rms_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        rope_theta=keys.number("rope.freq_base", 1.0, 1e12),
         indexer_eps=INDEXER_NORM_EPS,
     )
     if config.nope < 1:
@@ -173,16 +173,21 @@ def _refuse_other_maths(keys: Keys, moe: bool) -> None:
     """Keys that would change the arithmetic in a way that no glm-dsa file uses and that we do not run."""
     for name, expected in (("expert_gating_func", 2), ("expert_group_count", 1), ("expert_group_used_count", 1)):
         value = keys.size(name, expected, low=0)
-        if value != expected and moe:
+        if value not in (0, expected) and moe:  # 0: not said
             raise keys.error(f"{ARCHITECTURE}.{name}", f"expected {expected}, found {value}")
-    scaling = keys.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise keys.error(f"{ARCHITECTURE}.rope.scaling.type", f"rope scaling {scaling!r} is not supported")
+    for name, plain in (("type", ("none",)), ("factor", (0.0, 1.0))):
+        value = keys.metadata.get(f"{ARCHITECTURE}.rope.scaling.{name}", plain[0])
+        if value not in plain:
+            raise keys.error(f"{ARCHITECTURE}.rope.scaling.{name}", f"rope scaling {value!r:.40} is not supported")
 
 
 def _vocab(keys: Keys) -> int:
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
-    return keys.size("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
+    n_tokens = len(tokens) if isinstance(tokens, list) else 0
+    vocab = keys.size("vocab_size", n_tokens or None)
+    if n_tokens > vocab:
+        raise keys.error("tokenizer.ggml.tokens", f"{n_tokens} tokens, {ARCHITECTURE}.vocab_size is {vocab}")
+    return vocab
 
 
 def _indexer_types(keys: Keys, n_layers: int, blocks: int, context: int) -> tuple[bool, ...]:

@@ -1,11 +1,11 @@
 """One token id from one row of logits.
 
-The filters and their order are llama.cpp's default chain (`common_params_sampling.samplers` in common/common.h of the source vendored
-in llama-cpp-python 0.3.36; its other members are off by default): top_k, top_p, min_p, temperature. So top_p and min_p look at the
-probabilities before temperature, and top_p at those of the tokens that top_k left, renormalised.
+The filters and their order are llama.cpp's default chain (`common_params_sampling.samplers` in common/common.h of the source
+vendored in llama-cpp-python 0.3.36; its other members are off by default): top_k, top_p, min_p, temperature. So top_p and min_p
+look at the probabilities before temperature, and top_p at those of the tokens that top_k left, renormalised.
 
-Candidates are always ordered by logit descending, then id ascending, so that ties are decided by the id alone. Probabilities are computed
-in float64 from the float32 logits.
+Candidates are always ordered by logit descending, then id ascending, so that ties are decided by the id alone. Probabilities
+are computed in float64 from the float32 logits.
 """
 
 import math
@@ -19,11 +19,11 @@ from npglm.errors import NpglmError
 def uniform(seed: int, step: int) -> float:
     """The random number of one step, in [0, 1): a multiple of 2^-24, exact in float32 and float64.
 
-    Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; constants as in Random123 and NumPy) with the key
-    words (seed, 0) and the counter words (step + 1, 0, 0, 0), low word first; x0 is the first of its four 64-bit outputs, and the
-    number is (x0 >> 40) * 2^-24. The counter is step + 1 because NumPy counts up before its first block: x0 is
-    `numpy.random.Philox(key=seed, counter=step).random_raw()`. A kernel needs ten rounds of two 64x64-bit high products (__umul64hi)
-    and no float64: the top 24 bits become a float without rounding.
+    Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; constants as in Random123 and NumPy)
+    with the key words (seed, 0) and the counter words (step + 1, 0, 0, 0), low word first; x0 is the first of its four 64-bit
+    outputs, and the number is (x0 >> 40) * 2^-24. The counter is step + 1 because NumPy counts up before its first block: x0 is
+    `numpy.random.Philox(key=seed, counter=step).random_raw()`. A kernel needs ten rounds of two 64x64-bit products, high
+    (__umul64hi) and low words, and no float64: the top 24 bits become a float without rounding.
 
     seed: 0 <= seed < 2^64. step: 0 <= step < 2^64 - 1.
     """
@@ -35,8 +35,10 @@ class Sampler:
     """Chooses token ids. Without state: the choice depends on the arguments, the logits and the step only.
 
     temperature: 0 is greedy: the highest logit, of equal ones the lowest id; the filters cannot change that.
-    top_k: only the k highest logits; 0 is all. top_p: then only the fewest whose probabilities add up to top_p or more; 1 is all.
-    min_p: then only those at least min_p times as probable as the first; 0 is all. seed: of `uniform`.
+    top_k: only the k highest logits; 0 is all.
+    top_p: then only the fewest whose probabilities add up to top_p or more; 1 is all.
+    min_p: then only those at least min_p times as probable as the first; 0 is all.
+    seed: of `uniform`.
     """
 
     def __init__(self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0):
@@ -54,7 +56,7 @@ class Sampler:
         self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
 
     def sample(self, logits: np.ndarray, step: int) -> int:
-        """The id chosen from logits [Y] float32. step: the number of tokens generated so far; one random number belongs to each.
+        """The id chosen from logits [Y] float32. step: how many tokens were generated before; each has one random number.
 
         -inf is a token that cannot be chosen. NaN, +inf and a row of -inf are an NpglmError.
         """
@@ -69,7 +71,7 @@ class Sampler:
         ids = self._candidates(logits)  # [n] n <= Y
         kept = logits[ids].astype(np.float64)
         total = np.cumsum(np.exp((kept - kept[0]) / self.temperature))  # [n] not normalised
-        # The first candidate whose cumulative sum exceeds the target; so none of probability 0, and uniform < 1 keeps it in range.
+        # The first candidate whose cumulative sum exceeds the target: none of probability 0, and uniform < 1 keeps it in range.
         return int(ids[np.searchsorted(total, uniform(self.seed, step) * total[-1], side="right")])
 
     def logprob(self, logits: np.ndarray, id: int) -> float:

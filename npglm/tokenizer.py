@@ -5,12 +5,12 @@ The algorithm is GPT-2's byte-level BPE, run by the `tokenizers` package; what G
 
 - The split into words is `LLAMA_VOCAB_PRE_TYPE_CHATGLM4`'s expression, for all three pre-tokenizers below.
 - `ignore_merges` (glm4, glm5): a word that is a token as a whole is that token, whether or not merges lead to it.
-- Special tokens are cut out of the text first (`tokenizer_st_partition`): the longest token first, over the whole text. So of two
-  that overlap the longer one wins, even where the shorter one starts earlier. USER_DEFINED tokens are always cut out, CONTROL and
-  UNKNOWN ones only when special tokens are parsed, NORMAL and UNUSED ones never.
+- Special tokens are cut out of the text first (`tokenizer_st_partition`): the longest token first, over the whole text. So of
+  two that overlap the longer one wins, even where the shorter one starts earlier. USER_DEFINED tokens are always cut out,
+  CONTROL and UNKNOWN ones only when special tokens are parsed, NORMAL and UNUSED ones never.
 
-On purpose unlike llama.cpp: it makes ordinary tokens that look like some family's end mark (`</s>`) special and end-of-generation
-by their text; here they stay what the file says they are.
+On purpose unlike llama.cpp: it makes ordinary tokens that look like some family's end mark (`</s>`) special and
+end-of-generation by their text; here they stay what the file says they are.
 """
 
 import codecs
@@ -89,7 +89,7 @@ class Tokenizer:
         self._missing_bytes = frozenset(byte for symbol, byte in BYTE_OF.items() if symbol not in vocabulary)
 
         cut_out = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
-        specials = [id for id, type in enumerate(self._types) if type in cut_out]
+        specials = [id for id, kind in enumerate(self._types) if kind in cut_out]
         self._specials = sorted(specials, key=lambda id: -len(tokens[id].encode()))  # stable: equal lengths in order of id
 
         self.bos_id: int | None = self._special_id(metadata, "bos", source)
@@ -166,12 +166,12 @@ class Tokenizer:
         return parts
 
     def _piece(self, id: int, skip_special: bool) -> bytes:
-        """The token's bytes, as llama.cpp's token_to_piece: special tokens are their text, UNUSED ones (padding) are nothing."""
+        """The token's bytes, as llama.cpp's token_to_piece: special tokens are their text, UNUSED ones (padding) nothing."""
         id = self._checked(id)
-        text, type = self._tokens[id], self._types[id]
-        if type == TokenType.UNUSED or (skip_special and type in (TokenType.CONTROL, TokenType.UNKNOWN)):
+        text, kind = self._tokens[id], self._types[id]
+        if kind == TokenType.UNUSED or (skip_special and kind in (TokenType.CONTROL, TokenType.UNKNOWN)):
             return b""
-        if type != TokenType.NORMAL:
+        if kind != TokenType.NORMAL:
             return text.encode()
         try:
             return bytes([BYTE_OF[symbol] for symbol in text])

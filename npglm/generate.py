@@ -1,0 +1,183 @@
+"""Prefill in chunks, the decode loop, and a conversation over one cache. The forward pass and its op set are handed in."""
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from npglm.cache import Cache
+from npglm.checkpoint import Checkpoint
+from npglm.errors import NpglmError
+from npglm.sampler import Sampler
+from npglm.tokenizer import Tokenizer
+from npglm.trace.probes import NO_PROBE
+
+CHUNK = 512  # tokens of a prompt that go through the model together
+
+
+class Model:
+    """A checkpoint with the forward pass and op set that run it."""
+
+    def __init__(self, checkpoint: Checkpoint, forward, ops):
+        self.checkpoint, self.config, self.ops, self._forward = checkpoint, checkpoint.config, ops, forward
+        self.weights = ops.load(checkpoint)
+
+    def cache(self, capacity: int) -> Cache:
+        return Cache(self.config, capacity, self.ops)
+
+    def check(self, tokens: list[int]) -> None:
+        """Raise NpglmError for an empty prompt or an id outside the vocabulary."""
+        if not tokens:
+            raise NpglmError("the prompt is empty")
+        for token in tokens:
+            if not 0 <= token < self.config.vocab:
+                raise NpglmError(f"token id {token} is outside the vocabulary of {self.config.vocab}")
+
+    def run(self, cache: Cache, tokens, probe=NO_PROBE, every_row=False, last_layer=None, chunk: int = CHUNK) -> np.ndarray:
+        """Put `tokens` behind what the cache holds, a chunk at a time. Returns logits [1,Y] of the last one.
+
+        every_row: make logits for all rows, which only a probe sees. last_layer: stop after that layer and return its output.
+        Raises NpglmError when the cache is full.
+        """
+        if cache.length + len(tokens) > cache.capacity:
+            raise NpglmError(f"context overflow: {cache.length + len(tokens)} tokens in a cache of {cache.capacity}")
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            final = start + len(part) == len(tokens)
+            pos = range(cache.length, cache.length + len(part))
+            y = self._forward(
+                self.weights,
+                self.config,
+                cache,
+                self.ops.array(part, np.int32),
+                self.ops.array(pos, np.int32),
+                self.ops,
+                probe,
+                n_out=None if every_row else 1,
+                last_layer=self.config.n_layers - 1 if last_layer is None and not (every_row or final) else last_layer,
+            )
+            cache.length += len(part)
+        return self.ops.numpy(y)[-1:]
+
+
+def raw_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a raw prompt: BOS only if the checkpoint says so; special tokens in the text are parsed."""
+    return [tokenizer.bos_id] * tokenizer.add_bos + tokenizer.encode(text)
+
+
+def n_chunks(n_tokens: int) -> int:
+    return -(-n_tokens // CHUNK)
+
+
+@dataclass
+class Result:
+    """ids: generated, an end-of-generation id included. text: without it. logprobs: natural log, one an id. finish: stop|length|interrupt."""
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = "length"
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+    n_cached: int = 0  # of prompt_ids that were in the cache already
+
+    def figures(self) -> str:
+        n_prompt, n_decode = len(self.prompt_ids) - self.n_cached, max(len(self.ids) - 1, 0)  # prefill makes the first id
+        return (
+            f"prompt {n_prompt} tokens in {self.prompt_s:.2f} s ({_rate(n_prompt, self.prompt_s)}), "
+            f"decode {n_decode} tokens in {self.decode_s:.2f} s ({_rate(n_decode, self.decode_s)})"
+        )
+
+
+def _rate(n: int, seconds: float) -> str:
+    return f"{n / seconds:.1f} tok/s" if n and seconds else "- tok/s"
+
+
+class StopText:
+    """Lets text through until one of `stops` occurs; what could still become one is held back."""
+
+    def __init__(self, stops: list[str]):
+        self.stops, self.held, self.done = [s for s in stops if s], "", False
+
+    def push(self, text: str) -> str:
+        self.held += text
+        at = min((i for s in self.stops if (i := self.held.find(s)) >= 0), default=-1)
+        if at >= 0:
+            self.done = True
+            return self._let(at)
+        hold = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
+        return self._let(len(self.held) - hold)
+
+    def flush(self) -> str:
+        return "" if self.done else self._let(len(self.held))
+
+    def _let(self, n: int) -> str:
+        out, self.held = self.held[:n], self.held[n:]
+        return out
+
+
+def generate(
+    model: Model,
+    tokenizer: Tokenizer,
+    cache: Cache,
+    prompt_ids: list[int],
+    sampler: Sampler,
+    max_tokens: int,
+    stops: list[str] = (),
+    emit=lambda text: None,
+    probe=NO_PROBE,
+    every_row: bool = False,
+    prefilled=lambda: None,
+) -> Result:
+    """Generate behind `prompt_ids`, of which the first cache.length are in the cache already.
+
+    emit(text) is called as text becomes final, prefilled() once the prompt is in, `probe` sees the prefill only. Ctrl-C ends generation with finish "interrupt". The cache then holds the prompt and
+    all generated ids but the last one.
+    """
+    result = Result(list(prompt_ids), n_cached=cache.length)
+    stream, stop = tokenizer.stream(skip_special=True), StopText(stops)
+
+    def let(text: str) -> None:
+        result.text += text
+        if text:
+            emit(text)
+
+    started = perf_counter()
+    decode_started = None
+    try:
+        logits = model.run(cache, prompt_ids[cache.length :], probe, every_row)[0]  # [Y]
+        decode_started = perf_counter()
+        result.prompt_s = decode_started - started
+        prefilled()
+        while len(result.ids) < max_tokens:
+            if result.ids:
+                logits = model.run(cache, result.ids[-1:])[0]
+            token = sampler.sample(logits, step=len(result.ids))
+            result.ids.append(token)
+            result.logprobs.append(sampler.logprob(logits, token))
+            if token in tokenizer.eog:
+                result.finish = "stop"
+                break
+            let(stop.push(stream.push(token)))
+            if stop.done:
+                result.finish = "stop"
+                break
+    except KeyboardInterrupt:
+        result.finish = "interrupt"
+    if decode_started is None:
+        result.prompt_s = perf_counter() - started
+    else:
+        result.decode_s = perf_counter() - decode_started
+    if not stop.done:
+        let(stop.push(stream.flush()))
+        let(stop.flush())
+    return result
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many ids at the start of both are the same."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n

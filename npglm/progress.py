@@ -1,0 +1,41 @@
+"""Progress of long forward passes, on stderr and only where someone watches."""
+
+from rich.console import Console
+from rich.progress import Progress
+
+from npglm.trace.probes import NO_PROBE
+
+
+class LayerProgress:
+    """A bar that moves with every layer of every chunk: `with LayerProgress(...) as p: forward(..., probe=p.over(probe))`."""
+
+    def __init__(self, n_layers: int, n_chunks: int = 1, label: str = "prompt"):
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(label, total=n_layers * n_chunks)
+
+    def __enter__(self) -> "LayerProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bar away; may be called again."""
+        self._bar.stop()
+
+    def over(self, probe=NO_PROBE) -> "_Watched":
+        return _Watched(probe, lambda: self._bar.advance(self._task))
+
+
+class _Watched:
+    def __init__(self, probe, tick):
+        self._probe, self._tick = probe, tick
+
+    def __call__(self, name: str, array) -> None:
+        self._probe(name, array)
+
+    def layer(self, index: int):
+        self._tick()
+        return self._probe.layer(index)

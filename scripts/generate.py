@@ -1,0 +1,197 @@
+#!/usr/bin/env python
+"""Generate text with a GLM-5 checkpoint. stdout holds the text only (or one JSON object); everything else goes to stderr."""
+
+import contextlib
+import json
+import resource
+import sys
+
+import numpy as np
+from backend import add_arguments, pick
+
+import npglm
+from npglm import cli
+from npglm.chat import chat_template, render_chat, think_kwargs
+from npglm.errors import NpglmError
+from npglm.generate import Model, common_prefix, generate, n_chunks, raw_prompt
+from npglm.progress import LayerProgress
+from npglm.sampler import Sampler
+from npglm.tokenizer import Tokenizer
+from npglm.trace.record import recorder
+
+
+def parse(argv):
+    parser = cli.Parser(description=__doc__)
+    parser.add_argument(
+        "prompt", nargs="?", help="text; BOS is added only if the checkpoint says so; special tokens are parsed"
+    )
+    parser.add_argument("--model", "-m", required=True, help="GGUF file, any shard, or a folder")
+    parser.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3", help="token ids instead of a prompt")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0: off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1: off")
+    parser.add_argument("--min-p", type=float, default=0.0, help="0: off")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    parser.add_argument("--ctx", type=int, metavar="N", help="cache size in tokens (default: prompt + --max-tokens)")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template, one turn")
+    parser.add_argument("-i", "--interactive", action="store_true", help="chat line by line until end of input")
+    parser.add_argument("--system", metavar="TEXT", help="system message of a chat")
+    parser.add_argument(
+        "--think", action=cli.argparse.BooleanOptionalAction, help="let a chat think (default: as the template does)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument("--trace", metavar="OUT.safetensors", help="record the prompt's prefill")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.max_tokens < 1:
+        parser.error(f"--max-tokens is {args.max_tokens}, expected at least 1")
+    if (args.prompt is not None) + (args.tokens is not None) != 1 and not (args.interactive and args.tokens is None):
+        parser.error("expected either a prompt or --tokens")
+    if args.tokens is not None and args.chat:
+        parser.error("--chat takes a prompt, not --tokens")
+    if args.interactive and (args.json or args.trace):
+        parser.error("-i goes with neither --json nor --trace")
+    if not (args.chat or args.interactive) and (args.system is not None or args.think is not None):
+        parser.error("--system and --think/--no-think need --chat or -i")
+    return args
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def emit(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def capacity(args, config, n_prompt: int) -> int:
+    """Tokens that the cache holds. Raises NpglmError on overflow."""
+    limit = config.context_length
+    if args.ctx is not None and not 1 <= args.ctx <= limit:
+        raise NpglmError(f"--ctx is {args.ctx}, expected 1 to the model's {limit}")
+    size = args.ctx or n_prompt + args.max_tokens
+    if n_prompt + 1 > min(size, limit):
+        raise NpglmError(f"context overflow: a prompt of {n_prompt} tokens leaves no room in a context of {min(size, limit)}")
+    return min(size, limit)
+
+
+class Chat:
+    """One conversation: messages, and the ids that the cache holds."""
+
+    def __init__(self, args, model, tokenizer, checkpoint):
+        self.args, self.model, self.tokenizer = args, model, tokenizer
+        self.template = chat_template(checkpoint.metadata, checkpoint.path.name)
+        self.messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+        self.cache, self.ids = None, []
+
+    def prompt_ids(self, text: str) -> list[int]:
+        self.messages.append({"role": "user", "content": text})
+        return self.tokenizer.encode(render_chat(self.template, self.messages, **think_kwargs(self.args.think)))
+
+    def cache_for(self, ids: list[int]):
+        """The cache, cut back to what it shares with `ids` and doubled until it holds them and an answer."""
+        need = capacity(self.args, self.model.config, len(ids))
+        if self.cache is None:
+            self.cache = self.model.cache(need)
+        self.cache.length = min(common_prefix(self.ids, ids), len(ids) - 1, self.cache.length)
+        if need > self.cache.capacity:
+            self.cache.grow(min(max(need, 2 * self.cache.capacity), self.model.config.context_length))
+        return self.cache
+
+    def answered(self, result) -> None:
+        self.ids = result.prompt_ids + result.ids
+        self.messages.append({"role": "assistant", "content": result.text})
+
+
+def main(argv=None):
+    args = parse(argv)
+    sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    checkpoint = npglm.load(args.model)
+    tokenizer = Tokenizer.from_metadata(checkpoint.metadata, checkpoint.path.name)
+    if tokenizer.vocab_size > checkpoint.config.vocab:
+        raise NpglmError(
+            f"{checkpoint.path.name}: {tokenizer.vocab_size} tokens, but the model has {checkpoint.config.vocab} rows"
+        )
+    for text in checkpoint.notes():
+        note(f"note: {text}")
+    forward, ops = pick(args)
+    model = Model(checkpoint, forward, ops)
+    chat = Chat(args, model, tokenizer, checkpoint) if args.chat or args.interactive else None
+
+    def answer(ids: list[int]):
+        model.check(ids)
+        cache = chat.cache_for(ids) if chat else model.cache(capacity(args, model.config, len(ids)))
+        room = min(args.max_tokens, cache.capacity - len(ids))
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            progress = stack.enter_context(LayerProgress(model.config.n_layers, n_chunks(len(ids) - cache.length)))
+            record = None
+            if args.trace:
+                dtype = np.float64 if ops.numerics.name == "f64" else np.float32
+                file = stack.enter_context(cli.whole_file(args.trace))
+                record = recorder(file, checkpoint, ids, ops.numerics.name, dtype=dtype)
+            result = generate(
+                model,
+                tokenizer,
+                cache,
+                ids,
+                sampler,
+                room,
+                args.stop,
+                emit=(lambda text: None) if args.json else emit,
+                probe=progress.over(record) if record else progress.over(),
+                every_row=bool(record),
+                prefilled=progress.stop,
+            )
+            if record and result.finish == "interrupt" and not record.complete:
+                raise KeyboardInterrupt  # so that no half of a trace is kept
+            if record:
+                record.finish()
+        if chat:
+            chat.answered(result)
+        if not args.json:
+            emit("\n" if result.text and not result.text.endswith("\n") else "")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        note(f"{result.figures()}, backend {ops.backend} {ops.numerics.name}, peak memory {peak:.0f} MiB")
+        return result
+
+    if args.interactive:
+        return talk(args, chat, answer)
+    result = answer(args.tokens or (chat.prompt_ids(args.prompt) if chat else raw_prompt(tokenizer, args.prompt or "")))
+    if args.json:
+        print(json.dumps(as_json(result, ops.backend), ensure_ascii=False))
+    return 130 if result.finish == "interrupt" else 0
+
+
+def as_json(result, backend: str) -> dict:
+    return {
+        "prompt_ids": result.prompt_ids,
+        "ids": result.ids,
+        "text": result.text,
+        "logprobs": result.logprobs,
+        "finish": result.finish,
+        "timings": {"prompt_s": result.prompt_s, "decode_s": result.decode_s},
+        "backend": backend,
+    }
+
+
+def talk(args, chat, answer) -> int:
+    """Read a line, answer it, until the input ends."""
+    line = args.prompt
+    while True:
+        if line is None:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+            line = sys.stdin.readline()
+            if not line:
+                note("")
+                return 0
+        if line.strip() and answer(chat.prompt_ids(line.rstrip("\n"))).finish == "interrupt":
+            return 130
+        line = None
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
