@@ -7,6 +7,7 @@ Format: ggml's docs/gguf.md. Enums, block sizes and dequantisation come from the
 import hashlib
 import mmap
 import re
+import resource
 import struct
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +37,7 @@ STRING, ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in the file. `shape` is row-major (ggml's ne reversed); `data` is uint8 [prod(shape[:-1]), row_bytes], memory-mapped."""
+    """A tensor in the file. `shape` is row-major (ggml's ne reversed); `data` is uint8 [n_rows, row_bytes], memory-mapped."""
 
     name: str
     shape: tuple[int, ...]
@@ -306,12 +307,15 @@ class Checkpoint:
                 if name in self.tensors:
                     raise NpglmError(f"{file.path.name}: tensor {name!r:.80} is also in {self.tensors[name].source}")
                 self.tensors[name] = tensor
+        if not self.tensors:
+            raise NpglmError(f"{path.name}: no tensors; a vocabulary alone cannot be run")
         self.config = GlmConfig.from_metadata(self.metadata, files[0].path.name)
         self.sha256 = files[0].header_sha256
 
     @classmethod
     def open(cls, path) -> "Checkpoint":
         paths = shard_paths(Path(path))
+        _allow_open_files(len(paths))
         files = [read_gguf(p) for p in paths]
         _check_shards(files)
         checkpoint = cls(paths[0], files)
@@ -330,7 +334,7 @@ class Checkpoint:
         return weights
 
     def _refuse_unknown(self, weights: SimpleNamespace) -> None:
-        """A bias or scale that no op here applies, or an MTP layer run as an ordinary one, would give wrong numbers in silence."""
+        """A bias that no op here adds, or an MTP layer run as an ordinary one, would give wrong numbers in silence."""
         used = {t.name for part in (weights, *weights.layers) for t in vars(part).values() if isinstance(t, Tensor)}
         for name, tensor in self.tensors.items():
             layer = re.match(r"blk\.(\d{1,5})\.", name)
@@ -356,7 +360,7 @@ class Checkpoint:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """All files of the checkpoint that `path` names: a single file, any shard of a set, or a folder holding just one checkpoint."""
+    """All files of the checkpoint that `path` names: a single file, any shard of a set, or a folder that holds one."""
     if path.is_dir():
         firsts = [p for p in sorted(path.glob("*.gguf")) if not (m := SHARD.match(p.name)) or int(m[2]) == 1]
         shards = sorted(p for p in path.glob("*.gguf") if SHARD.match(p.name))
@@ -376,6 +380,15 @@ def shard_paths(path: Path) -> list[Path]:
     return paths
 
 
+def _allow_open_files(count: int) -> None:
+    """Python's mmap keeps a descriptor, and some sets have a shard for every tensor: raise the soft limit as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and count + 128 > soft:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (count + 128 if hard == resource.RLIM_INFINITY else min(count + 128, hard), hard)
+        )
+
+
 def _check_shards(files: list[GgufFile]) -> None:
     first = files[0]
     for i, file in enumerate(files):
@@ -390,7 +403,8 @@ def _check_shards(files: list[GgufFile]) -> None:
             theirs, ours = file.metadata.get(key), first.metadata.get(key)
             if theirs is not None and theirs != ours:
                 raise NpglmError(
-                    f"{file.path.name}: shard of another checkpoint: key {key} is {theirs!r:.60}, {first.path.name} has {ours!r:.60}"
+                    f"{file.path.name}: shard of another checkpoint: key {key} is {theirs!r:.60}, "
+                    f"{first.path.name} has {ours!r:.60}"
                 )
     total, found = first.metadata.get("split.tensors.count"), sum(len(f.tensors) for f in files)
     if total is not None and total != found:

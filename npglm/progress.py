@@ -1,5 +1,7 @@
 """Progress of long forward passes, on stderr and only where someone watches."""
 
+from typing import Self
+
 from rich.console import Console
 from rich.progress import Progress
 
@@ -14,7 +16,7 @@ class LayerProgress:
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(label, total=n_layers * n_chunks)
 
-    def __enter__(self) -> "LayerProgress":
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def test_golden_in_every_numerics(tmp_path, numerics):
         (["-m", SMALL, "--tokens", "1,-1"], "token id -1 is outside"),
         (["-m", SMALL, "--tokens", "1,x"], "expected token ids"),
         (["x", "-m", "nowhere.gguf"], "nowhere.gguf"),
-        (["x", "-m", str(GOLDEN / "vocab-151k.gguf")], "vocab-151k.gguf: key glm-dsa."),
+        (["x", "-m", str(GOLDEN / "vocab-151k.gguf")], "vocab-151k.gguf: no tensors"),
         (["x", "-m", str(GOLDEN / "tokens.json")], "tokens.json: not a GGUF file"),
         (["x", "-m", SMALL, "--max-tokens", "0"], "--max-tokens"),
         (["x", "-m", SMALL, "--temperature", "-1"], "temperature"),
@@ -299,6 +300,24 @@ def test_ctrl_c_while_decoding_keeps_what_there_is(model, tokenizer):
 def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} {SCRIPTS / 'generate.py'} the -m {SMALL} --max-tokens 8 | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, check=False)
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    command = [sys.executable, str(SCRIPTS / "golden.py"), SMALL, "--tokens", "1,2,3,4,5,6,7", "-o", str(tmp_path / "t.safetensors")]
+    done = subprocess.run(command, capture_output=True, preexec_fn=small_files, timeout=60, check=False)
+    assert done.returncode == 2
+    assert b"t.safetensors: cannot be written" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(SCRIPTS / "generate.py"), "the", "-m", SMALL, "--max-tokens", "2"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 2
+    assert b"No space left on device" in done.stderr
     assert b"Traceback" not in done.stderr
 
 

@@ -1,0 +1,73 @@
+#!/usr/bin/env python
+"""Say what a GLM-5 checkpoint is, what running it takes, and what this build cannot run. Reads headers only, unless --check."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from backend import BACKENDS, pick
+from rich.console import Console
+from rich.progress import Progress
+
+from npglm import cli
+from npglm.checkpoint import read_gguf, shard_paths
+from npglm.describe import check, describe, page
+from npglm.errors import NpglmError
+
+
+def parse(argv):
+    parser = cli.Parser(description=__doc__)
+    parser.add_argument("model", help="GGUF file, any shard, or a folder")
+    parser.add_argument(
+        "--check", action="store_true", help="read every tensor and name those with NaN or inf; status 1 if there are any"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
+    parser.add_argument(
+        "--ctx", type=int, metavar="N", help="tokens in the cache (default: 4096, or the model's context if less)"
+    )
+    args = parser.parse_args(argv)
+    if args.ctx is not None and not 1 <= args.ctx <= 1 << 31:
+        parser.error(f"--ctx is {args.ctx}, expected 1 to {1 << 31}")
+    return args
+
+
+def missing_backends() -> list[str]:
+    missing = []
+    for name in BACKENDS:
+        try:
+            pick(argparse.Namespace(backend=name, numerics=None, threads=None, weight_cache=0.0))
+        except (NpglmError, ImportError) as error:
+            missing.append(str(error))
+    return missing
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    facts = describe(args.model, args.ctx)
+    facts["cannot"] += missing_backends()
+    if not args.json:
+        print(page(facts), end="", flush=True)
+    bad = []
+    if args.check:
+        tensors = [t for path in shard_paths(Path(args.model)) for t in read_gguf(path).tensors.values()]
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("check", total=sum(t.nbytes for t in tensors))
+            bad = list(check(tensors, lambda n_bytes: bar.advance(task, n_bytes)))
+        facts["check"] = {"tensors": len(tensors), "bad": bad}
+        if not args.json:
+            print("\nCheck")
+            for b in bad:
+                print(
+                    f"  {b['tensor']} ({b['type']}, {b['file']}): "
+                    f"{b['nan']} NaN, {b['inf']} inf in {b['rows']} rows from {b['first_row']}"
+                )
+            print(f"  {len(bad) or 'none'} of {len(tensors)} tensors with NaN or inf")
+    if args.json:
+        print(json.dumps(facts))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
