@@ -447,9 +447,9 @@ def test_nothing_is_decoded_or_copied_on_opening(tmp_path):
 
 def test_more_shards_than_the_limit_of_open_files(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    first = write_model(tmp_path / "m.gguf", shards=60)
+    first = write_model(tmp_path / "m.gguf", shards=90)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
-        assert len(npglm.load(first).files) == 60
+        assert len(npglm.load(first).files) == len(list(tmp_path.iterdir())) > 40
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

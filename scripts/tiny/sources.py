@@ -110,7 +110,7 @@ def read_facts(folder: Path) -> list[Fact]:
         if row is None:
             continue
         capital = row["Capital"].replace("Washington D.C.", "Washington, D.C.")
-        if not capital or plain(capital) not in plain(factbook_text(government.get("Capital", {}).get("name"))):
+        if not capital or not plain(factbook_text(government.get("Capital", {}).get("name"))).startswith(plain(capital)):
             skipped.append(row["Name"])
             continue
         country = with_article(row["Name"])
@@ -133,7 +133,8 @@ def read_facts(folder: Path) -> list[Fact]:
         print(f"capitals on which the sources differ, left out: {', '.join(skipped)}", file=sys.stderr)
 
     elements = (folder / "chemical-elements/lib/src/elementsAndIsotopes.js").read_text()
-    for number, symbol, name in re.findall(r"number: (\d+),\s*symbol: '(\w+)',\s*mass: [^,]+,\s*name: '(\w+)'", elements):
+    pattern = re.compile(r"\n {8}number: (\d+),.*?\n {8}symbol: '(\w+)',.*?\n {8}name: '(\w+)'", re.DOTALL)
+    for number, symbol, name in pattern.findall(elements):
         facts.append(Fact("symbol", name.lower(), symbol))
         facts.append(Fact("number", name.lower(), number))
     return facts
