@@ -12,3 +12,10 @@ def load(path):
     from npglm.checkpoint import Checkpoint
 
     return Checkpoint.open(path)
+
+
+def embedded():
+    """Path of the small trained checkpoint that comes with npglm (npglm/data/README.md is its card)."""
+    from pathlib import Path
+
+    return Path(__file__).parent / "data" / "tiny-glm.Q2_K.gguf"

@@ -25,7 +25,7 @@ def parse(argv):
     parser.add_argument(
         "prompt", nargs="?", help="text; BOS is added only if the checkpoint says so; special tokens are parsed"
     )
-    parser.add_argument("--model", "-m", required=True, help="GGUF file, any shard, or a folder")
+    parser.add_argument("--model", "-m", help="GGUF file, any shard, or a folder (default: the small one that comes with npglm)")
     parser.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3", help="token ids instead of a prompt")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -109,7 +109,7 @@ class Chat:
 def main(argv=None):
     args = parse(argv)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
-    checkpoint = npglm.load(args.model)
+    checkpoint = npglm.load(npglm.embedded() if args.model is None else args.model)
     tokenizer = Tokenizer.from_metadata(checkpoint.metadata, checkpoint.path.name)
     if tokenizer.vocab_size > checkpoint.config.vocab:
         raise NpglmError(
