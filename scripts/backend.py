@@ -1,5 +1,8 @@
 """Which forward pass and op set a script runs, by name."""
 
+import sys
+from time import perf_counter
+
 from npglm.errors import NpglmError
 
 BACKENDS = ("auto", "reference", "cpu", "gpu", "emulated")
@@ -23,6 +26,11 @@ def pick(args):
         threadpool_limits(args.threads)  # NumPy's BLAS
     if not 0 <= args.weight_cache < 1 << 20:
         raise NpglmError(f"--weight-cache is {args.weight_cache}, expected GiB >= 0")
+    if args.backend == "cpu" or (args.backend == "auto" and args.numerics in (None, "ggml", "f32")):
+        import npglm.cpu
+        from npglm.forward import forward
+
+        return forward, npglm.cpu.op_set(args.numerics or "ggml", args.threads, _CompileLine())
     if args.backend in ("auto", "reference"):
         from reference.forward import forward
         from reference.numerics import NUMERICS as numerics
@@ -30,3 +38,21 @@ def pick(args):
 
         return forward, ReferenceOps(numerics[args.numerics or "f32"], int(args.weight_cache * (1 << 30)))
     raise NpglmError(f"backend {args.backend} is not built yet; use --backend reference")
+
+
+class _CompileLine:
+    """Says on stderr that kernels are being compiled, once it takes longer than loading them would."""
+
+    def __init__(self):
+        self.started, self.said = perf_counter(), False
+
+    def __call__(self, done: int, total: int) -> None:
+        seconds = perf_counter() - self.started
+        if seconds < 2 and not self.said:
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\rcompiling kernels, only once: {done} of {total}" + ("\n" if done == total else ""))
+        elif not self.said or done == total:
+            sys.stderr.write(f"compiling kernels, only once: {done} of {total} after {seconds:.0f} s\n")
+        sys.stderr.flush()
+        self.said = True

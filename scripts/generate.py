@@ -25,7 +25,9 @@ def parse(argv):
     parser.add_argument(
         "prompt", nargs="?", help="text; BOS is added only if the checkpoint says so; special tokens are parsed"
     )
-    parser.add_argument("--model", "-m", help="GGUF file, any shard, or a folder (default: the small one that comes with npglm)")
+    parser.add_argument(
+        "--model", "-m", help="GGUF file, any shard, or a folder (default: the small one that comes with npglm)"
+    )
     parser.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3", help="token ids instead of a prompt")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -1,0 +1,250 @@
+"""The FFNs: router, routed experts (tokens grouped by expert), the shared expert and the dense FFN. By address."""
+
+import numpy as np
+
+from npglm.cpu import job
+from npglm.cpu.elementwise import add, sigmoid, swiglu
+from npglm.cpu.jit import inner
+from npglm.cpu.job import BYTES, LIST, MATRIX_FIELDS, ROWS, SOURCES, TOKENS, cut, get, make, put
+from npglm.cpu.products import run_products
+from npglm.cpu.simd import fma_f32, load_f32, load_i32, load_i64, store_f32, store_i32, store_i64
+from npglm.cpu.weights import INDEX
+from npglm.cpu.workspace import mark, release, take
+
+GATE_INP, BIAS = INDEX["ffn_gate_inp"], INDEX["exp_probs_b"]
+GATE_EXPS, UP_EXPS, DOWN_EXPS = INDEX["ffn_gate_exps"], INDEX["ffn_up_exps"], INDEX["ffn_down_exps"]
+GATE_SHEXP, UP_SHEXP, DOWN_SHEXP = INDEX["ffn_gate_shexp"], INDEX["ffn_up_shexp"], INDEX["ffn_down_shexp"]
+GATE, UP, DOWN = INDEX["ffn_gate"], INDEX["ffn_up"], INDEX["ffn_down"]
+MIN_WEIGHT_SUM = np.float32(6.103515625e-5)  # reference/ops/moe.py
+
+
+@inner
+def tensor(table, index):
+    """Address of one matrix's fields in a layer's table."""
+    return table + 8 * MATRIX_FIELDS * index
+
+
+@inner
+def select_experts(score, n, k, chosen):
+    """The k largest of f32 [n] -> int32 [k]: score descending, then index ascending, NaN last."""
+    for i in range(k):
+        best, best_score = -1, np.float32(0)
+        for e in range(n):
+            v = load_f32(score + 4 * e)
+            if best >= 0 and not (v > best_score or (np.isnan(best_score) and not np.isnan(v))):
+                continue
+            taken = False
+            for j in range(i):
+                taken = taken or load_i32(chosen + 4 * j) == e
+            if not taken:
+                best, best_score = e, v
+        store_i32(chosen + 4 * i, best)
+
+
+@inner
+def route(ws, logits, bias, n_experts, k, norm, scale, experts, weights):
+    """One token: logits f32 [E] -> experts int32 [K], weights f32 [K]. bias: address or 0."""
+    at = mark(ws)
+    probs, biased = take(ws, 4 * n_experts), take(ws, 4 * n_experts)
+    sigmoid(logits, n_experts, probs)
+    if bias:
+        add(probs, bias, n_experts, biased)
+    select_experts(biased if bias else probs, n_experts, k, experts)
+    total = np.float32(0)
+    for i in range(k):
+        total += load_f32(probs + 4 * load_i32(experts + 4 * i))
+    total = max(total, MIN_WEIGHT_SUM)
+    for i in range(k):
+        v = load_f32(probs + 4 * load_i32(experts + 4 * i))
+        store_f32(weights + 4 * i, (v / total if norm else v) * scale)
+    release(ws, at)
+
+
+@inner
+def combine(y, order, weights, k, n, out):
+    """sum over i of weights[i] * y[order[i]] (order int64 at an address, or 0: 0..k) -> out f32 [n], in the order of i."""
+    for i in range(n):
+        store_f32(out + 4 * i, np.float32(0))
+    for i in range(k):
+        w, row = load_f32(weights + 4 * i), y + 4 * n * (load_i64(order + 8 * i) if order else i)
+        for c in range(n):
+            store_f32(out + 4 * c, fma_f32(load_f32(row + 4 * c), w, load_f32(out + 4 * c)))
+
+
+# --- tokens by expert -------------------------------------------------------------------------------------------------------
+# Pairs (token, one of its K experts) are numbered t * K + i. Sorted by expert, pair p stands at place[p], and expert e's are
+# first[e] .. first[e+1].
+
+
+@inner
+def sort_pairs(experts, n_pairs, n_experts, first, place, pair_of):
+    """experts int32 [pairs] -> first int64 [E+1], place and its inverse pair_of int64 [pairs]. Stable."""
+    for e in range(n_experts + 1):
+        store_i64(first + 8 * e, 0)
+    for p in range(n_pairs):
+        at = first + 8 * (load_i32(experts + 4 * p) + 1)
+        store_i64(at, load_i64(at) + 1)
+    for e in range(n_experts):
+        store_i64(first + 8 * e + 8, load_i64(first + 8 * e + 8) + load_i64(first + 8 * e))
+    for p in range(n_pairs):
+        at = first + 8 * load_i32(experts + 4 * p)
+        to = load_i64(at)
+        store_i64(place + 8 * p, to)
+        store_i64(pair_of + 8 * to, p)
+        store_i64(at, to + 1)
+    for e in range(n_experts, 0, -1):
+        store_i64(first + 8 * e, load_i64(first + 8 * e - 8))
+    store_i64(first, 0)
+
+
+@inner
+def expert_jobs(jobs, matrix, n_experts, first, sources, n_sources, x, y):
+    """One job for each expert that was chosen; its rows of x f32 [n_sources][in] are sources int64 [pairs] (0: sorted already), y is
+    f32 [pairs][out], sorted. Returns the number of jobs."""
+    n_jobs, n_out = 0, get(matrix, ROWS) // n_experts
+    for e in range(n_experts):
+        start = load_i64(first + 8 * e)
+        count = load_i64(first + 8 * e + 8) - start
+        if count == 0:
+            continue
+        j = jobs + BYTES * n_jobs
+        x_stride = 4 * get(matrix, job.N)
+        make(j, matrix, x if sources else x + x_stride * start, x_stride, y + 4 * n_out * start, 4 * n_out, count)
+        cut(j, e * n_out, n_out)
+        if sources:
+            put(j, LIST, sources + 8 * start)
+            put(j, SOURCES, n_sources)
+        put(j, TOKENS, count)
+        n_jobs += 1
+    return n_jobs
+
+
+@inner
+def one_token_jobs(jobs, matrix, n_experts, experts, k, x, x_stride, y, y_stride):
+    """A job for each of one token's experts; x_stride 0: they share the row."""
+    n_out = get(matrix, ROWS) // n_experts
+    for i in range(k):
+        j = jobs + BYTES * i
+        make(j, matrix, x + x_stride * i, 0, y + y_stride * i, 0, 1)
+        cut(j, n_out * load_i32(experts + 4 * i), n_out)
+
+
+@inner
+def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
+    """x f32 [T][in] (per_pair: [T][K][in]), experts int32 [T,K] -> y f32 [T][K][out]."""
+    at = mark(ws)
+    n_in, n_out, n_pairs = get(matrix, job.N), get(matrix, ROWS) // n_experts, n_tokens * k
+    if n_tokens == 1:
+        jobs = take(ws, BYTES * k)
+        one_token_jobs(jobs, matrix, n_experts, experts, k, x, 4 * n_in * per_pair, y, 4 * n_out)
+        run_products(ws, jobs, k)
+    else:
+        jobs, first = take(ws, BYTES * min(n_experts, n_pairs)), take(ws, 8 * (n_experts + 1))
+        place, pair_of = take(ws, 8 * n_pairs), take(ws, 8 * n_pairs)
+        sort_pairs(experts, n_pairs, n_experts, first, place, pair_of)
+        if not per_pair:
+            for p in range(n_pairs):
+                store_i64(pair_of + 8 * p, load_i64(pair_of + 8 * p) // k)
+        sorted_y = take(ws, 4 * n_pairs * n_out)
+        n_jobs = expert_jobs(jobs, matrix, n_experts, first, pair_of, n_pairs if per_pair else n_tokens, x, sorted_y)
+        run_products(ws, jobs, n_jobs)
+        for p in range(n_pairs):
+            row = sorted_y + 4 * n_out * load_i64(place + 8 * p)
+            for c in range(n_out):
+                store_f32(y + 4 * (n_out * p + c), load_f32(row + 4 * c))
+    release(ws, at)
+
+
+# --- whole FFNs -------------------------------------------------------------------------------------------------------------
+
+
+@inner
+def gate_up_swiglu(ws, h, n_tokens, gate, up, y):
+    """h f32 [T][D] -> y f32 [T][F]."""
+    at = mark(ws)
+    n_in, n_out = get(gate, job.N), get(gate, ROWS)
+    jobs, u = take(ws, 2 * BYTES), take(ws, 4 * n_tokens * n_out)
+    make(jobs, gate, h, 4 * n_in, y, 4 * n_out, n_tokens)
+    make(jobs + BYTES, up, h, 4 * n_in, u, 4 * n_out, n_tokens)
+    run_products(ws, jobs, 2)
+    swiglu(y, u, n_tokens * n_out, y)
+    release(ws, at)
+
+
+@inner
+def dense_ffn(ws, h, n_tokens, table, out):
+    """h f32 [T][D] -> out f32 [T][D]."""
+    at = mark(ws)
+    down, n_ffn = tensor(table, DOWN), get(tensor(table, GATE), ROWS)
+    x, jobs = take(ws, 4 * n_tokens * n_ffn), take(ws, BYTES)
+    gate_up_swiglu(ws, h, n_tokens, tensor(table, GATE), tensor(table, UP), x)
+    make(jobs, down, x, 4 * n_ffn, out, 4 * get(down, ROWS), n_tokens)
+    run_products(ws, jobs, 1)
+    release(ws, at)
+
+
+@inner
+def moe_ffn(ws, h, n_tokens, table, k, norm, scale, out):
+    """h f32 [T][D] -> out f32 [T][D]: routed experts and the shared one. Three rounds of products, each over all threads at once."""
+    at = mark(ws)
+    n = get(tensor(table, GATE_INP), job.N)
+    n_experts, n_pairs = get(tensor(table, GATE_INP), ROWS), n_tokens * k
+    n_ffn, n_shared = get(tensor(table, GATE_EXPS), ROWS) // n_experts, get(tensor(table, GATE_SHEXP), ROWS)
+    jobs = take(ws, BYTES * (2 * max(min(n_experts, n_pairs), k) + 3))
+    logits = take(ws, 4 * n_tokens * n_experts)
+    experts, weights = take(ws, 4 * n_pairs), take(ws, 4 * n_pairs)
+    shared_gate, shared_up = take(ws, 4 * n_tokens * n_shared), take(ws, 4 * n_tokens * n_shared)
+    make(jobs, tensor(table, GATE_INP), h, 4 * n, logits, 4 * n_experts, n_tokens)
+    make(jobs + BYTES, tensor(table, GATE_SHEXP), h, 4 * n, shared_gate, 4 * n_shared, n_tokens)
+    make(jobs + 2 * BYTES, tensor(table, UP_SHEXP), h, 4 * n, shared_up, 4 * n_shared, n_tokens)
+    run_products(ws, jobs, 3)
+    swiglu(shared_gate, shared_up, n_tokens * n_shared, shared_gate)
+    bias = get(tensor(table, BIAS), job.W)
+    for t in range(n_tokens):
+        route(ws, logits + 4 * n_experts * t, bias, n_experts, k, norm, scale, experts + 4 * k * t, weights + 4 * k * t)
+
+    gate, up, down = take(ws, 4 * n_pairs * n_ffn), take(ws, 4 * n_pairs * n_ffn), take(ws, 4 * n_pairs * n)
+    place = 0
+    if n_tokens == 1:
+        one_token_jobs(jobs, tensor(table, GATE_EXPS), n_experts, experts, k, h, 0, gate, 4 * n_ffn)
+        one_token_jobs(jobs + BYTES * k, tensor(table, UP_EXPS), n_experts, experts, k, h, 0, up, 4 * n_ffn)
+        run_products(ws, jobs, 2 * k)
+        swiglu(gate, up, k * n_ffn, gate)
+        one_token_jobs(jobs, tensor(table, DOWN_EXPS), n_experts, experts, k, gate, 4 * n_ffn, down, 4 * n)
+        n_jobs = k
+    else:
+        first, place = take(ws, 8 * (n_experts + 1)), take(ws, 8 * n_pairs)
+        sources = take(ws, 8 * n_pairs)
+        sort_pairs(experts, n_pairs, n_experts, first, place, sources)
+        for p in range(n_pairs):
+            store_i64(sources + 8 * p, load_i64(sources + 8 * p) // k)
+        n_jobs = expert_jobs(jobs, tensor(table, GATE_EXPS), n_experts, first, sources, n_tokens, h, gate)
+        expert_jobs(jobs + BYTES * n_jobs, tensor(table, UP_EXPS), n_experts, first, sources, n_tokens, h, up)
+        _pair_up(ws, jobs, n_jobs)
+        run_products(ws, jobs, 2 * n_jobs)
+        swiglu(gate, up, n_pairs * n_ffn, gate)
+        n_jobs = expert_jobs(jobs, tensor(table, DOWN_EXPS), n_experts, first, 0, 0, gate, down)
+    shared_down = jobs + BYTES * n_jobs
+    shared = take(ws, 4 * n_tokens * n)
+    make(shared_down, tensor(table, DOWN_SHEXP), shared_gate, 4 * n_shared, shared, 4 * n, n_tokens)
+    run_products(ws, jobs, n_jobs + 1)
+    for t in range(n_tokens):
+        order = place + 8 * k * t if place else 0
+        to = out + 4 * n * t
+        combine(down, order, weights + 4 * k * t, k, n, to)
+        add(to, shared + 4 * n * t, n, to)
+    release(ws, at)
+
+
+@inner
+def _pair_up(ws, jobs, n):
+    """n jobs of the gates, then n of the ups -> each gate beside its up, so that they share panels."""
+    at = mark(ws)
+    spare = take(ws, 2 * n * BYTES)
+    for i in range(2 * n):
+        to = spare + BYTES * (2 * i if i < n else 2 * (i - n) + 1)
+        for field in range(job.FIELDS):
+            put(to, field, get(jobs + BYTES * i, field))
+    for i in range(2 * n * job.FIELDS):
+        store_i64(jobs + 8 * i, load_i64(spare + 8 * i))
+    release(ws, at)

@@ -1,0 +1,168 @@
+#!/usr/bin/env python
+"""Measure a backend. --backend cpu: against llama.cpp in one run, on a full-width random checkpoint or one of yours."""
+
+import json
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from npglm import cli
+from npglm.errors import NpglmError
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "npglm"
+
+
+def parse(argv):
+    parser = cli.Parser(description=__doc__)
+    parser.add_argument("--backend", choices=["cpu"], default="cpu")
+    parser.add_argument("--against", choices=["llama.cpp"], default="llama.cpp")
+    parser.add_argument("--model", "-m", help="a GGUF file (default: made once, 2.4 GB, in ~/.cache/npglm)")
+    parser.add_argument("--tier", help="instructions to compile for (default: the best here): avx512vnni, avxvnni, avx2, plain")
+    parser.add_argument("--threads", type=cli.token_ids, metavar="1,2", help="thread counts (default: 1 and all cores)")
+    parser.add_argument("--prompts", type=cli.token_ids, default=[64, 512, 2048], metavar="64,512")
+    parser.add_argument("--depths", type=cli.token_ids, default=[0, 4096], metavar="0,4096")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--decode", type=int, default=16, metavar="N", help="tokens decoded a round")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's CPU time; for 1 thread")
+    parser.add_argument("--no-check", action="store_true", help="do not compare logits first")
+    parser.add_argument("--json", metavar="OUT", help="write the figures there")
+    return parser.parse_args(argv)
+
+
+def full_width() -> Path:
+    """A checkpoint of real widths: 4 layers (1 dense), 32 experts, a vocabulary of 8192. Random blocks, always the same."""
+    path = CACHE / "full-width-4x32.gguf"
+    if not path.exists():
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        from synth import GLM52, write_model
+
+        CACHE.mkdir(parents=True, exist_ok=True)
+        print(f"writing {path}", file=sys.stderr)
+        shape = {
+            "vocab": 8192,
+            "n_layers": 4,
+            "n_dense": 1,
+            "full": (True, True, False, False),
+            "n_experts": 32,
+            "context": 16384,
+        }
+        write_model(path.with_suffix(".part"), 1, shape=GLM52, n_merges=64, **shape)
+        path.with_suffix(".part").rename(path)
+    return path
+
+
+def check(checkpoint, n_threads: int) -> dict:
+    """Logits of 8 positions against the reference, with our top-k and experts put into it, and against llama.cpp.
+
+    In f32 numerics they agree to rounding errors. In ggml numerics every product rounds its input to 8 bits, and an ulp there becomes
+    a step: over some layers any two orders of summation end as far apart as the rounding itself is. How far the reference's f32
+    sums are from its f64 sums is therefore printed beside our distance.
+    """
+    import npglm.cpu
+    from npglm.cpu.llamacpp import opened
+    from npglm.forward import forward
+    from npglm.trace.inject import ChoosingOps
+    from npglm.trace.probes import NoProbe
+    from reference.forward import forward as reference_forward
+    from reference.numerics import F32, GGML
+    from reference.ops import ReferenceOps
+
+    class Choices(NoProbe):
+        def __init__(self):
+            self.at, self.made, self.differ = None, {}, 0
+
+        def layer(self, index):
+            self.at = index
+            return self
+
+        def __call__(self, name, array):
+            if name in ("top_k", "ffn_moe_topk"):
+                self.made[name, self.at] = np.array(array)
+
+        def choose(self, kind, layer, scores, ours):
+            theirs = self.made[kind, layer]
+            self.differ += sum(set(a.tolist()) != set(b.tolist()) for a, b in zip(ours, theirs, strict=True))
+            return theirs
+
+    ids = np.random.default_rng(1).integers(0, checkpoint.config.vocab, 8).astype(np.int32)
+    pos = np.arange(8, dtype=np.int32)
+
+    def logits(forward, ops, weights, probe):
+        cache = npglm.cache.Cache(checkpoint.config, 8, ops)
+        return np.array(ops.numpy(forward(weights, checkpoint.config, cache, ids, pos, ops, probe)))
+
+    def ours(numerics, choices):
+        ops = npglm.cpu.op_set(numerics, n_threads)
+        return logits(forward, ops, ops.load(checkpoint), choices)
+
+    def reference(numerics, choices):
+        ops = ReferenceOps(numerics, 0)
+        weights = ops.load(checkpoint)
+        return logits(reference_forward, ChoosingOps(ops, weights, choices.choose), weights, NoProbe())
+
+    found = {}
+
+    def compare(what, a, b):
+        rms = [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in zip(a, b, strict=True)]
+        same = int((a.argmax(-1) == b.argmax(-1)).sum())
+        found[what] = {"relative_l2": rms, "same_argmax": same}
+        print(f"{what}: relative L2 {np.median(rms):.1e} ({min(rms):.1e} to {max(rms):.1e}), argmax {same}/8", flush=True)
+
+    f32, ggml = Choices(), Choices()
+    compare("f32: cpu against reference", ours("f32", f32), reference(F32, f32))
+    mine, twin, truth = ours("ggml", ggml), reference(GGML, ggml), reference(GGML.truth(), ggml)
+    compare("ggml: cpu against f64 sums", mine, truth)
+    compare("ggml: reference against f64 sums", twin, truth)
+    with opened(checkpoint.path, 64, n_threads) as llama:
+        theirs = llama.run(ids.tolist(), every_row=True)
+    compare("ggml: cpu against llama.cpp", mine, theirs)
+    compare("ggml: reference against llama.cpp", twin, theirs)
+    print(f"rows whose top-k or experts were put into the reference: {f32.differ} in f32, {ggml.differ} in ggml (two runs)")
+    return found
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    import npglm.cpu
+
+    if args.tier:
+        npglm.cpu.select(args.tier)
+    from npglm.cpu import bench, threads
+
+    cores = threads.physical_cores()
+    counts = args.threads or sorted({1, cores})
+    if args.clock == "cpu" and counts != [1]:
+        raise NpglmError("--clock cpu counts all threads' time together: use --threads 1")
+    checkpoint = npglm.load(args.model or full_width())
+    print(
+        f"{platform.processor() or platform.machine()}, {cores} cores, tier {npglm.cpu.tier()}, {checkpoint.path.name}",
+        flush=True,
+    )
+    if os.getloadavg()[0] > 0.5:
+        print(
+            f"note: the load is {os.getloadavg()[0]:.1f}; others use this machine, so only ratios mean something",
+            file=sys.stderr,
+        )
+    checked = {} if args.no_check else check(checkpoint, counts[-1])
+    bandwidth, rows = {}, []
+    for n in counts:
+        bandwidth[n] = bench.read_bandwidth(n, args.clock)
+        print(f"read bandwidth, {n} threads: {bandwidth[n] / 1e9:.1f} GB/s", flush=True)
+        rows += bench.measure(
+            checkpoint, n, args.prompts, args.depths, args.rounds, args.decode, args.clock, lambda s: print(s, flush=True)
+        )
+    print("\n" + bench.markdown(rows, bandwidth))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"\npeak memory {peak:.0f} MiB, both engines and the mapped file")
+    if args.json:
+        figures = {"bandwidth": bandwidth, "rows": [vars(r) for r in rows], "logits": checked, "tier": npglm.cpu.tier()}
+        Path(args.json).write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

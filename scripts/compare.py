@@ -1,0 +1,61 @@
+#!/usr/bin/env python
+"""Compare what another engine computed with the checkpoint: first divergence, guilty op, cause. Without --model: two recordings."""
+
+import sys
+from pathlib import Path
+
+import npglm
+from npglm import cli
+from npglm.trace.compare import compare
+from npglm.trace.formats.names import read_names
+from npglm.trace.formats.recordings import open_engine
+from npglm.trace.report import page, to_json, worst
+
+
+def main(argv=None):
+    parser = cli.Parser(
+        description=__doc__,
+        epilog="Exit status: 0 equal or rounding, 1 precision or wrong, 2 nothing comparable. Recordings: traces (.safetensors), "
+        ".npz, .pt, llama-eval-callback text, probe lines; several files, or a folder of them, are the ranks of one engine.",
+    )
+    parser.add_argument("recordings", nargs="+", metavar="OTHER")
+    parser.add_argument("--model", metavar="M.gguf", help="the checkpoint that the engine ran")
+    parser.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3", help="token ids, where the recording has none")
+    parser.add_argument(
+        "--names", metavar="TABLE.toml", help="name table of .npz and .pt files: a file, or transformers, or vllm"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - is stdout")
+    parser.add_argument("--html", metavar="OUT.html", help="write a self-contained page")
+    args = parser.parse_args(argv)
+
+    names = read_names(args.names) if args.names else None
+    if args.model is None:
+        if len(args.recordings) != 2:
+            parser.error(f"without --model, exactly two recordings are compared; found {len(args.recordings)}")
+        from npglm.trace.pair import compare_pair
+
+        runs = [open_engine([path], names) for path in args.recordings]
+        reports = [compare_pair(runs[0][0], runs[1][0])]
+    else:
+        checkpoint = npglm.load(args.model)
+        reports = [compare(checkpoint, run, args.tokens) for run in open_engine(args.recordings, names)]
+    if args.json != "-":
+        print(page(reports))
+    if args.json == "-":
+        print(to_json(reports))
+    elif args.json:
+        _write(args.json, to_json(reports) + "\n")
+    if args.html:
+        from npglm.trace.html import html
+
+        _write(args.html, html(reports))
+    return worst(reports).status
+
+
+def _write(path, text: str) -> None:
+    with cli.whole_file(Path(path)) as file:
+        file.write(text.encode())
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,156 @@
+"""Everything that needs a GPU: the op cases (none may be skipped), end-to-end runs, compute-sanitizer and the benchmark.
+
+python scripts/gpu_check.py [--only cases,e2e,sanitizer,bench] [--model MODEL.gguf] [--layers N] [--json FIGURES]
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+
+import npglm.forward
+import reference.forward
+from npglm.cache import Cache
+from npglm.checkpoint import Checkpoint
+from npglm.gpu import op_set
+from npglm.gpu.bench import bench
+from reference.numerics import NUMERICS
+from reference.ops import ReferenceOps
+
+ROOT = Path(__file__).parent.parent
+SMALL = ROOT / "tests" / "golden" / "small.Q2_K.gguf"
+STEPS = ("e2e", "cases", "sanitizer", "bench")
+N_GREEDY = 24
+SANITIZED = (
+    "test_fused", "test_route", "test_expert_tiles", "test_norms", "test_rope", "test_sample", "test_select_top_k_ties", "test_store",
+    "test_padding", "test_many_tokens", "test_indexer_score", "test_quantize", "test_linear_heads", "test_linear_decoded",
+    "test_linear_experts",
+)  # fmt: skip
+
+
+def cases() -> bool:
+    """tests/ops on the GPU. A skipped case is a failure."""
+    report = ROOT / "gpu-cases.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "tests/ops", "-k", "gpu", "-m", "slow or not slow", f"--junitxml={report}"]
+    code = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, check=False).returncode
+    suite = list(ElementTree.parse(report).iter("testcase"))
+    report.unlink()
+    skipped = [case.get("name") for case in suite if case.find("skipped") is not None]
+    print(f"cases: {len(suite)} on the GPU, {len(skipped)} skipped")
+    return code == 0 and bool(suite) and not skipped
+
+
+def end_to_end(model: Path) -> bool:
+    """Greedy tokens against the reference with the same numerics, both through forward() and through the captured decode loop."""
+    checkpoint = Checkpoint.open(model)
+    prompt = np.arange(12, dtype=np.int32) * 7 % checkpoint.config.vocab
+    good = True
+    for numerics in ("f32", "ggml"):
+        ops, twin = op_set(numerics, "gpu"), ReferenceOps(NUMERICS[numerics])
+        theirs = logits_of(twin, reference.forward.forward, checkpoint, prompt)
+        mine = logits_of(ops, npglm.forward.forward, checkpoint, prompt, forced=[int(row.argmax()) for row in theirs])
+        again = logits_of(ops, npglm.forward.forward, checkpoint, prompt, forced=[int(row.argmax()) for row in theirs])
+        top = np.sort(theirs, axis=-1)
+        gaps, errors = top[:, -1] - top[:, -2], np.abs(mine - theirs).max(-1)
+        differ = np.flatnonzero(mine.argmax(-1) != theirs.argmax(-1))
+        near = all(gaps[i] < 2 * errors[i] for i in differ)
+        same_bits = mine.tobytes() == again.tobytes()
+        good &= near and same_bits
+        print(
+            f"{model.name}, {numerics}: {N_GREEDY - len(differ)} of {N_GREEDY} ids equal, logit error {errors.max():.3g}, same bits twice: {same_bits}"
+        )
+        for i in differ:
+            print(f"  step {i}: the reference's top two are {gaps[i]:.3g} apart, the logit error is {errors[i]:.3g}")
+        decoded = decode_loop(ops, checkpoint, prompt, int(mine[0].argmax()))
+        plain = greedy(ops, checkpoint, prompt)
+        print(
+            f"{model.name}, {numerics}: captured decode loop {'equals' if decoded == plain else 'DIFFERS from'} plain launches"
+        )
+        good &= decoded == plain
+    return good
+
+
+def logits_of(ops, forward, checkpoint, prompt, forced=None) -> np.ndarray:
+    """[N_GREEDY, Y]: logits of each step; forced: the ids to go on with (default: greedy)."""
+    weights, config = ops.load(checkpoint), checkpoint.config
+    cache, rows, new, at = Cache(config, 64, ops), [], prompt, 0
+    for i in range(N_GREEDY):
+        pos = np.arange(at, at + len(new))
+        y = forward(weights, config, cache, ops.array(new, np.int32), ops.array(pos, np.int32), ops, n_out=1)
+        rows.append(np.array(ops.numpy(y)[0]))
+        at += len(new)
+        cache.length = at
+        new = np.array([forced[i] if forced else rows[-1].argmax()], np.int32)
+    return np.stack(rows)
+
+
+def greedy(ops, checkpoint, prompt) -> list[int]:
+    return [int(row.argmax()) for row in logits_of(ops, npglm.forward.forward, checkpoint, prompt)][1:]
+
+
+def decode_loop(ops, checkpoint, prompt, first: int) -> list[int]:
+    weights, config = ops.load(checkpoint), checkpoint.config
+    cache = Cache(config, 64, ops)
+    decoder = ops.decode(npglm.forward.forward, weights, config, cache)
+    tokens, pos = ops.array(prompt, np.int32), ops.array(range(len(prompt)), np.int32)
+    npglm.forward.forward(weights, config, cache, tokens, pos, ops, n_out=1)
+    decoder.start(first, len(prompt))
+    return [decoder.next() for _ in range(N_GREEDY - 1)]
+
+
+def sanitizer() -> bool:
+    """memcheck and racecheck over cases of every family."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    pick = "gpu and (" + " or ".join(SANITIZED) + ")"
+    good = True
+    for check in ("memcheck", "racecheck"):
+        command = [
+            tool,
+            "--tool",
+            check,
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-k",
+            pick,
+            "tests/ops",
+        ]
+        done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, text=True, capture_output=True, check=False)
+        print(
+            f"{check}: exit {done.returncode}", *(done.stdout + done.stderr).strip().splitlines()[-12:], sep="\n  ", flush=True
+        )
+        good &= done.returncode == 0
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(STEPS), help="comma-separated steps")
+    parser.add_argument("--model", type=Path, default=SMALL)
+    parser.add_argument("--layers", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the benchmark's figures here")
+    args = parser.parse_args()
+    failed = []
+    for step in args.only.split(","):
+        print(f"=== {step}", flush=True)
+        if step == "bench":
+            figures = bench(layers=args.layers)
+            if args.json:
+                args.json.write_text(json.dumps(figures, indent=1))
+        elif not {"cases": cases, "e2e": lambda: end_to_end(args.model), "sanitizer": sanitizer}[step]():
+            failed.append(step)
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

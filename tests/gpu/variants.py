@@ -1,0 +1,57 @@
+"""The variants that are compiled for GPUs: those that GLM-5.2's shape asks for, and every weight type."""
+
+from npglm.gpu.matmul import matmul_variant
+from npglm.gpu.weights import type_defines
+from raw_kernels import DECODED_TYPES, FAST_TYPES, KERNELS, TYPES
+
+MLA = {"RANK": 512, "ROPE": 64}
+SHAPES = ((64, 2, 32), (32, 2, 32), (16, 8, 64), (16, 4, 16))  # HEADS, GROUP, KEYS of attention_f16
+
+
+def variants(types=DECODED_TYPES, max_shared=227 << 10):
+    """(family, defines) pairs, every family among them."""
+    for family in ("elementwise", "activations", "matvec_f32", "moe", "topk", "sample"):
+        yield family, {}
+    yield "norm_blocks", {"CHUNKS": 1}
+    for kind in types:
+        yield "embed", type_defines(kind)
+        yield "matmul_decoded", type_defines(kind)
+    for kind in FAST_TYPES:
+        for n_in, group, rows in ((6144, 128, 1), (6144, 32, 1), (2048, 32, 1), (16384, 128, 2), (512, 8, 1)):
+            yield "matvec", {"TYPE": kind, "N_IN": n_in, "GROUP": group, "ROWS": rows, "TOKENS": 1, "CHOSEN": 8}
+        for tokens in (2, 4, 8):
+            yield "matvec", {"TYPE": kind, "N_IN": 6144, "GROUP": 32, "ROWS": 1, "TOKENS": tokens, "CHOSEN": 8}
+        for n_in in (6144, 2048, 16384, 512) + ((192,) if kind == "q8_0" else ()):
+            yield "matmul", matmul_variant(kind, n_in, max_shared)
+    yield "indexer", {"DIM": 128}
+    yield "indexer_f16", {"DIM": 128, "HEADS": 32}
+    yield "attention", MLA
+    for heads, group, keys in SHAPES:
+        yield "attention_f16", MLA | {"HEADS": heads, "GROUP": group, "KEYS": keys}
+
+
+def kernels_of(family: str, defines: dict) -> list[str]:
+    kind = defines.get("TYPE", "")
+    return [k.name for k in KERNELS.values() if k.family == family and (family not in TYPES or k.name.endswith(f"_{kind}"))]
+
+
+# Kernels of the decode graph, and those above 2 % of a prefill: they must keep everything in registers.
+NO_SPILL = frozenset(
+    k.name
+    for k in KERNELS.values()
+    if k.family
+    in (
+        "elementwise",
+        "activations",
+        "norm_blocks",
+        "matvec",
+        "matvec_f32",
+        "moe",
+        "indexer",
+        "indexer_f16",
+        "topk",
+        "sample",
+        "matmul",
+    )
+    or k.name in ("attention_merge_f32", "embed_q8_0")
+)

@@ -1,0 +1,96 @@
+"""Router, sorting by expert, FFNs; fused verbs against composed ones."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from check import Op, both_numerics, every_place, tensor
+from gguf import GGMLQuantizationType as T
+from test_matmul import experts_of, x_of
+
+CONFIG = SimpleNamespace(n_chosen=3, expert_norm=True, expert_scale=2.5)
+
+
+def ffn_weights(seed=1, d=256, g=512, f=768, experts=11):
+    rng = np.random.default_rng(seed)
+    return SimpleNamespace(
+        ffn_gate_inp=tensor(rng, T.F32, experts, d), exp_probs_b=tensor(rng, T.F32, experts),
+        ffn_gate_exps=tensor(rng, T.Q2_K, experts, g, d), ffn_up_exps=tensor(rng, T.Q2_K, experts, g, d),
+        ffn_down_exps=tensor(rng, T.Q2_K, experts, d, g), ffn_gate_shexp=tensor(rng, T.Q8_0, g, d),
+        ffn_up_shexp=tensor(rng, T.Q8_0, g, d), ffn_down_shexp=tensor(rng, T.Q8_0, d, g), ffn_gate=tensor(rng, T.Q8_0, f, d),
+        ffn_up=tensor(rng, T.Q8_0, f, d), ffn_down=tensor(rng, T.Q8_0, d, f),
+    )  # fmt: skip
+
+
+@every_place
+@pytest.mark.parametrize("n_experts", [5, 64, 257])
+def test_select_experts(place, n_experts):
+    score = x_of(1, 7, n_experts)
+    score[0, 2] = score[0, 4] = score[0].max() + 1  # ties go to the lower index
+    score[1] = 0.0
+    score[1, 1] = -0.0
+    score[2, 0] = np.nan
+    op = Op(place)
+    for k in (1, 3, n_experts if n_experts == 5 else 8):
+        op.check("select_experts", score, k)
+
+
+@every_place
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_route(place, traced, bias):
+    w = ffn_weights()
+    if not bias:
+        w.exp_probs_b = None
+    op = Op(place, traced=traced)
+    op.check("route", x_of(2, 9, 256), w, CONFIG)
+
+
+@every_place
+@pytest.mark.parametrize(("n_tokens", "n_experts", "n_chosen", "width"), [(1, 5, 3, 64), (43, 300, 3, 32), (200, 7, 2, 64)])
+def test_expert_tiles(place, n_tokens, n_experts, n_chosen, width):
+    """Every pair in exactly one tile, of its own expert, for any tile width over one layout."""
+    op = Op(place)
+    experts = experts_of(n_tokens, n_experts, n_chosen)
+    order, tile_expert, tile_first, first = op.run("expert_tiles", experts, n_experts, width)
+    flat = experts.reshape(-1)
+    assert (order == np.argsort(flat, kind="stable")).all()
+    assert (first == np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=n_experts))])).all()
+    seen = []
+    for e, start in zip(tile_expert, tile_first, strict=True):
+        if e >= 0:
+            run = order[start : min(start + width, first[e + 1])]
+            assert len(run)
+            assert (flat[run] == e).all()
+            seen.extend(run)
+    assert sorted(seen) == list(range(flat.size))
+
+
+@every_place
+def test_combine(place):
+    Op(place).check("combine_experts", x_of(3, 5, 3, 257), np.abs(x_of(4, 5, 3)))
+
+
+@every_place
+@both_numerics
+@pytest.mark.parametrize("n_tokens", [1, 3, 9])
+def test_ffn(place, numerics, n_tokens):
+    """Composed: each small verb on its own inputs is judged elsewhere; here the product before it feeds the rounding after it, so
+    the factor is wider: one value may land on the other side of a rounding step."""
+    op, w, h = Op(place, numerics, traced=True), ffn_weights(), x_of(5, n_tokens, 256)
+    op.check("gate_up_swiglu", h, w.ffn_gate, w.ffn_up)
+    op.check("moe_gate_up_swiglu", h, w.ffn_gate_exps, w.ffn_up_exps, experts_of(n_tokens, 11, 3))
+    if numerics == "f32":
+        op.check("dense_ffn", h, w)
+        op.check("moe_ffn", h, w, CONFIG)
+
+
+@every_place
+@pytest.mark.parametrize("n_tokens", [1, 5])
+def test_fused_equals_composed(place, n_tokens):
+    fused, composed = Op(place), Op(place, traced=True)
+    w, h, experts = ffn_weights(), x_of(6, n_tokens, 256), experts_of(n_tokens, 11, 3)
+    for op in (fused, composed):
+        op.check("gate_up_swiglu", h, w.ffn_gate, w.ffn_up)
+        op.check("moe_gate_up_swiglu", h, w.ffn_gate_exps, w.ffn_up_exps, experts)
+        op.check("moe_down_combine", x_of(7, n_tokens, 3, 512), w.ffn_down_exps, experts, np.abs(x_of(8, n_tokens, 3)))
