@@ -263,9 +263,6 @@ MOE_TENSORS = {
     "ffn_down_shexp": ("ffn_down_shexp.weight", "D S*G", False),
 }
 OPTIONAL = {"output", "exp_probs_b"}  # absent: tied to token_embd; a bias of zero
-UNUSED = re.compile(
-    r"blk\.\d+\.(indexer\..*|attn_kv_b\.weight)"
-)  # copies on shared layers; k_b and v_b in one, as older files have it
 
 
 def layer_tensors(config: GlmConfig, layer: int) -> dict:
@@ -337,9 +334,18 @@ class Checkpoint:
         """A bias that no op here adds, or an MTP layer run as an ordinary one, would give wrong numbers in silence."""
         used = {t.name for part in (weights, *weights.layers) for t in vars(part).values() if isinstance(t, Tensor)}
         for name, tensor in self.tensors.items():
-            layer = re.match(r"blk\.(\d{1,5})\.", name)
-            if name not in used and not UNUSED.fullmatch(name) and not (layer and int(layer[1]) >= self.config.n_layers):
+            if name not in used and not self._may_ignore(name):
                 raise NpglmError(f"{tensor.source}: tensor {name!r:.80} is not known here; the model cannot be run without it")
+
+    def _may_ignore(self, name: str) -> bool:
+        """MTP layers; k_b and v_b in one, as older files have them; a shared layer's copy of the indexer."""
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(.*)", name)
+        if not match:
+            return False
+        layer, suffix = int(match[1]), match[2]
+        if layer >= self.config.n_layers or suffix == "attn_kv_b.weight":
+            return True
+        return suffix.startswith("indexer.") and not self.config.full[layer]
 
     @property
     def n_bytes(self) -> int:
@@ -349,7 +355,8 @@ class Checkpoint:
         """What was assumed because the file does not say it, and what is in it but not run. One line each."""
         config, notes = self.config, []
         if config.n_mtp:
-            notes.append(f"{config.n_mtp} MTP layer(s) in the file are not run")
+            there = any(name.startswith(f"blk.{config.n_layers}.") for name in self.tensors)
+            notes.append(f"{config.n_mtp} MTP layer(s) {'are not run' if there else 'are named, but not in the file'}")
         if f"{ARCHITECTURE}.attention.indexer.types" not in self.metadata:
             how = "all full" if all(config.full) else "shared by GLM-5.2's table"
             notes.append(f"no {ARCHITECTURE}.attention.indexer.types; context length {config.context_length}: layers are {how}")

@@ -6,7 +6,9 @@ from time import perf_counter
 import numpy as np
 
 from npglm.cache import Cache
+from npglm.chat import chat_template, render_chat, think_kwargs
 from npglm.checkpoint import Checkpoint
+from npglm.config import GlmConfig
 from npglm.errors import NpglmError
 from npglm.sampler import Sampler
 from npglm.tokenizer import Tokenizer
@@ -26,9 +28,11 @@ class Model:
         return Cache(self.config, capacity, self.ops)
 
     def check(self, tokens: list[int]) -> None:
-        """Raise NpglmError for an empty prompt or an id outside the vocabulary."""
+        """Raise NpglmError for an empty prompt, one longer than the model's context, or an id outside the vocabulary."""
         if not tokens:
             raise NpglmError("the prompt is empty")
+        if len(tokens) > self.config.context_length:
+            raise NpglmError(f"context overflow: {len(tokens)} tokens, the model's context is {self.config.context_length}")
         for token in tokens:
             if not 0 <= token < self.config.vocab:
                 raise NpglmError(f"token id {token} is outside the vocabulary of {self.config.vocab}")
@@ -81,9 +85,10 @@ class Result:
     prompt_s: float = 0.0
     decode_s: float = 0.0
     n_cached: int = 0  # of prompt_ids that were in the cache already
+    n_prompt: int = 0  # that this call put there
 
     def figures(self) -> str:
-        n_prompt, n_decode = len(self.prompt_ids) - self.n_cached, max(len(self.ids) - 1, 0)  # prefill makes the first id
+        n_prompt, n_decode = self.n_prompt, max(len(self.ids) - 1, 0)  # prefill makes the first id
         return (
             f"prompt {n_prompt} tokens in {self.prompt_s:.2f} s ({_rate(n_prompt, self.prompt_s)}), "
             f"decode {n_decode} tokens in {self.decode_s:.2f} s ({_rate(n_decode, self.decode_s)})"
@@ -148,6 +153,7 @@ def generate(
     try:
         logits = model.run(cache, prompt_ids[cache.length :], probe, every_row)[0]  # [Y]
         decode_started = perf_counter()
+        result.n_prompt = len(prompt_ids) - result.n_cached
         result.prompt_s = decode_started - started
         prefilled()
         while len(result.ids) < max_tokens:
@@ -166,7 +172,7 @@ def generate(
     except KeyboardInterrupt:
         result.finish = "interrupt"
     if decode_started is None:
-        result.prompt_s = perf_counter() - started
+        result.prompt_s, result.n_prompt = perf_counter() - started, cache.length - result.n_cached
     else:
         result.decode_s = perf_counter() - decode_started
     if not stop.done:
@@ -181,3 +187,46 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
     return n
+
+
+def capacity(config: GlmConfig, n_prompt: int, max_tokens: int, ctx: int | None = None) -> int:
+    """Tokens that a cache should hold: ctx, or the prompt and max_tokens, at most the model's context. NpglmError on overflow."""
+    limit = config.context_length
+    if ctx is not None and not 1 <= ctx <= limit:
+        raise NpglmError(f"a context of {ctx} tokens was asked for (--ctx), expected 1 to the model's {limit}")
+    size = min(ctx or n_prompt + max_tokens, limit)
+    if n_prompt + 1 > size:
+        raise NpglmError(f"context overflow: a prompt of {n_prompt} tokens leaves no room in a context of {size}")
+    return size
+
+
+class Conversation:
+    """A chat over one cache that doubles as it fills: `ids = c.prompt_ids(text)`, generate over `c.cache_for(ids, n)`, `c.answered(result)`."""
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, system: str | None = None, think: bool | None = None, ctx: int | None = None
+    ):
+        """think: None leaves it to the template. ctx: a fixed context. NpglmError when the checkpoint has no chat template."""
+        self.model, self.tokenizer, self.think, self.ctx = model, tokenizer, think, ctx
+        self.template = chat_template(model.checkpoint.metadata, model.checkpoint.path.name)
+        self.messages = [{"role": "system", "content": system}] if system is not None else []
+        self.cache, self.ids = None, []  # ids: what the cache holds, and the last generated one
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Add a user's message; the whole conversation so far in token ids."""
+        self.messages.append({"role": "user", "content": text})
+        return self.tokenizer.encode(render_chat(self.template, self.messages, **think_kwargs(self.think)))
+
+    def cache_for(self, ids: list[int], max_tokens: int) -> Cache:
+        """The cache, cut back to what it shares with `ids` and grown until it holds them and an answer. NpglmError on overflow."""
+        need = capacity(self.model.config, len(ids), max_tokens, self.ctx)
+        if self.cache is None:
+            self.cache = self.model.cache(need)
+        self.cache.length = min(common_prefix(self.ids, ids), len(ids) - 1, self.cache.length)
+        if need > self.cache.capacity:
+            self.cache.grow(min(max(need, 2 * self.cache.capacity), self.model.config.context_length))
+        return self.cache
+
+    def answered(self, result: Result) -> None:
+        self.ids = result.prompt_ids + result.ids
+        self.messages.append({"role": "assistant", "content": result.text})

@@ -11,9 +11,8 @@ from backend import add_arguments, pick
 
 import npglm
 from npglm import cli
-from npglm.chat import chat_template, render_chat, think_kwargs
 from npglm.errors import NpglmError
-from npglm.generate import Model, common_prefix, generate, n_chunks, raw_prompt
+from npglm.generate import Conversation, Model, capacity, generate, n_chunks, raw_prompt
 from npglm.progress import LayerProgress
 from npglm.sampler import Sampler
 from npglm.tokenizer import Tokenizer
@@ -69,45 +68,6 @@ def emit(text: str) -> None:
     sys.stdout.flush()
 
 
-def capacity(args, config, n_prompt: int) -> int:
-    """Tokens that the cache holds. Raises NpglmError on overflow."""
-    limit = config.context_length
-    if args.ctx is not None and not 1 <= args.ctx <= limit:
-        raise NpglmError(f"--ctx is {args.ctx}, expected 1 to the model's {limit}")
-    size = args.ctx or n_prompt + args.max_tokens
-    if n_prompt + 1 > min(size, limit):
-        raise NpglmError(f"context overflow: a prompt of {n_prompt} tokens leaves no room in a context of {min(size, limit)}")
-    return min(size, limit)
-
-
-class Chat:
-    """One conversation: messages, and the ids that the cache holds."""
-
-    def __init__(self, args, model, tokenizer, checkpoint):
-        self.args, self.model, self.tokenizer = args, model, tokenizer
-        self.template = chat_template(checkpoint.metadata, checkpoint.path.name)
-        self.messages = [{"role": "system", "content": args.system}] if args.system is not None else []
-        self.cache, self.ids = None, []
-
-    def prompt_ids(self, text: str) -> list[int]:
-        self.messages.append({"role": "user", "content": text})
-        return self.tokenizer.encode(render_chat(self.template, self.messages, **think_kwargs(self.args.think)))
-
-    def cache_for(self, ids: list[int]):
-        """The cache, cut back to what it shares with `ids` and doubled until it holds them and an answer."""
-        need = capacity(self.args, self.model.config, len(ids))
-        if self.cache is None:
-            self.cache = self.model.cache(need)
-        self.cache.length = min(common_prefix(self.ids, ids), len(ids) - 1, self.cache.length)
-        if need > self.cache.capacity:
-            self.cache.grow(min(max(need, 2 * self.cache.capacity), self.model.config.context_length))
-        return self.cache
-
-    def answered(self, result) -> None:
-        self.ids = result.prompt_ids + result.ids
-        self.messages.append({"role": "assistant", "content": result.text})
-
-
 def main(argv=None):
     args = parse(argv)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
@@ -121,36 +81,47 @@ def main(argv=None):
         note(f"note: {text}")
     forward, ops = pick(args)
     model = Model(checkpoint, forward, ops)
-    chat = Chat(args, model, tokenizer, checkpoint) if args.chat or args.interactive else None
+    chat = Conversation(model, tokenizer, args.system, args.think, args.ctx) if args.chat or args.interactive else None
 
     def answer(ids: list[int]):
         model.check(ids)
-        cache = chat.cache_for(ids) if chat else model.cache(capacity(args, model.config, len(ids)))
-        room = min(args.max_tokens, cache.capacity - len(ids))
-        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-            progress = stack.enter_context(LayerProgress(model.config.n_layers, n_chunks(len(ids) - cache.length)))
-            record = None
-            if args.trace:
-                dtype = np.float64 if ops.numerics.name == "f64" else np.float32
-                file = stack.enter_context(cli.whole_file(args.trace))
-                record = recorder(file, checkpoint, ids, ops.numerics.name, dtype=dtype)
-            result = generate(
-                model,
-                tokenizer,
-                cache,
-                ids,
-                sampler,
-                room,
-                args.stop,
-                emit=(lambda text: None) if args.json else emit,
-                probe=progress.over(record) if record else progress.over(),
-                every_row=bool(record),
-                prefilled=progress.stop,
-            )
-            if record and result.finish == "interrupt" and not record.complete:
-                raise KeyboardInterrupt  # so that no half of a trace is kept
-            if record:
-                record.finish()
+        cache = (
+            chat.cache_for(ids, args.max_tokens)
+            if chat
+            else model.cache(capacity(model.config, len(ids), args.max_tokens, args.ctx))
+        )
+        result = record = None
+        try:
+            with contextlib.ExitStack() as stack:
+                progress = stack.enter_context(LayerProgress(model.config.n_layers, n_chunks(len(ids) - cache.length)))
+                if args.trace:
+                    dtype = np.float64 if ops.numerics.name == "f64" else np.float32
+                    file = stack.enter_context(cli.whole_file(args.trace))
+                    record = recorder(file, checkpoint, ids, ops.numerics.name, dtype=dtype)
+
+                def prefilled():
+                    if record:
+                        record.finish()
+                    stack.close()  # the bar goes, the trace takes its name
+
+                result = generate(
+                    model,
+                    tokenizer,
+                    cache,
+                    ids,
+                    sampler,
+                    min(args.max_tokens, cache.capacity - len(ids)),
+                    args.stop,
+                    emit=(lambda text: None) if args.json else emit,
+                    probe=progress.over(record) if record else progress.over(),
+                    every_row=bool(record),
+                    prefilled=prefilled,
+                )
+                if record and not record.complete:
+                    raise KeyboardInterrupt  # so that no half of a trace is kept
+        except KeyboardInterrupt:
+            if result is None:
+                raise
         if chat:
             chat.answered(result)
         if not args.json:

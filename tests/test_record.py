@@ -133,11 +133,15 @@ def test_same_command_same_bytes(model, tmp_path):
 
 
 def test_metadata_names_no_folder(model, tmp_path):
-    words = describe_run(model.checkpoint, IDS, "f32", ["x/golden.py", str(tmp_path / "m.gguf"), "--prompt", "a / b"])[
-        "created_by"
+    argv = [
+        str(tmp_path / "golden.py"),
+        str(tmp_path / "m.gguf"),
+        f"--out={tmp_path}/t.safetensors",
+        "--prompt",
+        "tests/and a / b",
     ]
-    assert str(tmp_path) not in words
-    assert words.endswith("m.gguf --prompt a / b")
+    words = describe_run(model.checkpoint, IDS, "f32", argv)["created_by"]
+    assert words == "golden.py m.gguf --out=t.safetensors --prompt tests/and a / b"
 
 
 def test_write_trace_round_trips_any_array(tmp_path):

@@ -67,14 +67,17 @@ class OpResult:
 
 @dataclass(frozen=True)
 class Piece:
-    """One thing to judge: what a rank recorded, and what it should be, from where. cut: the whole op's output -> this part."""
+    """One thing to judge: what a rank recorded, and what it should be, from where.
+
+    chained: None for one rank's share of a sum. cut: the whole op's output -> this part.
+    """
 
     rank: int
     part: Known
     place: Place
     inputs: list
     truth: np.ndarray
-    chained: np.ndarray
+    chained: np.ndarray | None
     cut: Callable = field(default=lambda a: a, repr=False)
 
 
@@ -263,7 +266,7 @@ class _Comparison:
             result = OpResult(
                 step.probe, step.layer, piece.rank, ruling.verdict, None, ruling.error, ruling.bound, ruling.reason, passed
             )
-            if part.values.shape == piece.chained.shape:
+            if piece.chained is not None and part.values.shape == piece.chained.shape:
                 values = soften(part.values, piece.chained, self.recording.quantum)
                 result.err_chained = worst_row(values, piece.chained, part.known)
             if ruling.verdict in (WRONG, PRECISION) and part.known is None and ruling.reason != ATTENTION_IN_F16:
@@ -303,7 +306,7 @@ class _Comparison:
                 mine = self._share(step, place, inputs, rank)
                 if mine is not None:
                     share = run(step, *mine)[0]
-                    yield Piece(rank, part, *mine, share, share)
+                    yield Piece(rank, part, *mine, share, None)
             yield Piece(0, joined.whole, place, inputs, truth, chained)
         elif joined.kind == ALONE:
             yield Piece(joined.parts[0][0], joined.whole, place, inputs, truth, chained)
@@ -410,9 +413,10 @@ class _Comparison:
     def _summarise(self) -> None:
         report = self.report
         engines.benign_throughout(report, self.engine)
+        wrong = any(o.verdict == WRONG for o in report.ops)
         for probe, where in self.flips.items():
             report.notes.append(
-                f"near-tie flips: {probe} differs from the reference's own run in {', '.join(where[:4])}{' ...' * (len(where) > 4)}; "
+                f"{'choices' if wrong else 'near-tie flips'}: {probe} differs from the reference's own run in {', '.join(where[:4])}{' ...' * (len(where) > 4)}; "
                 "each follows from the engine's own scores, and the other's choice was injected"
             )
         if self.ties:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from npglm.trace.probes import NO_PROBE
-from reference.ops.moe import MIN_WEIGHT_SUM
 
 TOP_K, EXPERTS = "top_k", "ffn_moe_topk"  # the two kinds of choice, by their probes' names
 
 
 class ChoosingOps:
-    """An op set like `ops`, except that `choose` has the last word on top-k and experts.
+    """An op set like the ReferenceOps `ops`, except that `choose` has the last word on top-k and experts.
 
     choose(kind, layer, scores, ours) gets TOP_K with indexer_score [T,S], or EXPERTS with ffn_moe_probs_biased [T,E], and the int32
     choice made from them; it returns a choice of the same rows. weights: what ops.load gave and forward() gets.
@@ -48,27 +47,8 @@ class ChoosingOps:
         ours, _ = o.route(h, w, config, seen)
         experts = self._choose(EXPERTS, w, seen["ffn_moe_probs_biased"], ours)  # [T,K]
         probe(EXPERTS, experts)
-        weights = self._weights(seen["ffn_moe_probs"], experts, config, probe)  # [T,K]
-        x = o.moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts, probe)  # [T,K,G]
-        routed = o.moe_down_combine(x, w.ffn_down_exps, experts, weights, probe)  # [T,D]
-        probe("ffn_moe_out", routed)
-        x = o.gate_up_swiglu(h, w.ffn_gate_shexp, w.ffn_up_shexp, probe)  # [T,G]
-        shared = o.linear(x, w.ffn_down_shexp)  # [T,D]
-        probe("ffn_shexp", shared)
-        return o.add(routed, shared)
-
-    def _weights(self, probs, experts, config, probe):
-        """The tail of reference.ops.moe.route."""
-        probs, num = self.ops.numpy(probs), self.ops.numerics
-        weights = np.take_along_axis(probs, self.ops.numpy(experts), axis=-1)  # [T,K]
-        probe("ffn_moe_weights", weights)
-        if config.expert_norm:
-            total = weights.sum(-1, keepdims=True, dtype=num.acc)
-            weights = num.result(weights / np.maximum(total, num.acc(MIN_WEIGHT_SUM)))
-        probe("ffn_moe_weights_norm", weights)
-        weights = num.result(weights * num.acc(config.expert_scale))
-        probe("ffn_moe_weights_scaled", weights)
-        return self.ops.array(weights, num.acc)
+        weights = o.route_weights(seen["ffn_moe_probs"], experts, config, probe)  # [T,K]
+        return o.moe_experts(h, w, experts, weights, probe)
 
 
 class _Seen(dict):

@@ -104,10 +104,10 @@ def noise_name(values: np.ndarray, truth: np.ndarray, scale: np.ndarray | None) 
     size = np.maximum(np.abs(truth64), 0.1 * rms) if scale is None else np.maximum(scale.reshape(truth64.shape), 1e-30)
     z = error / size
     rows, columns = np.sqrt(np.mean(z**2, axis=1)), np.sqrt(np.mean(z**2, axis=0))
-    if rows.max() > 6 * np.median(rows) or (len(z) >= 16 and columns.max() > 12 * np.median(columns)):
+    if rows.max() > 6 * np.median(rows) or columns.max() > 12 * np.median(columns):
         return ""
     typical = np.sqrt(np.mean(z**2))
-    return next((name for name, unit in UNITS.items() if typical <= unit and np.abs(z).max() <= 8 * unit), "")
+    return next((name for name, unit in UNITS.items() if typical <= 1.5 * unit and np.abs(z).max() <= 12 * unit), "")
 
 
 def choice_gap(whole: Known, truth: np.ndarray, score: np.ndarray | None, tie: float = -1.0) -> tuple[float, list[int]]:

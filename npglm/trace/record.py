@@ -21,9 +21,21 @@ from npglm.trace.probes import NoProbe, probe_names
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}  # fmt: skip
 
 
+def without_folders(argv: list[str]) -> str:
+    """A command line in which file names have lost their folders: words (or what follows a word's `=`) that name an existing file, or
+    a new one in an existing folder, with no white space in them."""
+    words = []
+    for word in argv:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        path = Path(value)
+        if os.sep in value and not any(c.isspace() for c in value) and path.parent.is_dir():
+            value = path.name
+        words.append(option + equals + value)
+    return " ".join(words)
+
+
 def describe_run(checkpoint, tokens, numerics: str, argv=None, rank: int = 0, world: int = 1) -> dict[str, str]:
-    """The metadata of a trace that npglm makes. `argv` (default: sys.argv) goes in with file names stripped of their folders."""
-    words = [Path(w).name if os.sep in w and Path(w).parent.is_dir() else w for w in (sys.argv if argv is None else argv)]
+    """The metadata of a trace that npglm makes. `argv`: the command (default: sys.argv)."""
     return {
         "tokens": json.dumps([int(t) for t in tokens]),
         "engine": "npglm",
@@ -33,7 +45,7 @@ def describe_run(checkpoint, tokens, numerics: str, argv=None, rank: int = 0, wo
         "numerics": numerics,
         "rank": str(rank),
         "world": str(world),
-        "created_by": " ".join(words),
+        "created_by": without_folders(sys.argv if argv is None else argv),
     }
 
 

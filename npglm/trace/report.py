@@ -100,7 +100,8 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         rank = f" on rank {guilty.rank}" if report.identity.get("ranks", 1) > 1 else ""
         facts.append(("guilty op", f"{guilty.name}{rank}: {guilty.verdict.upper()}"))
         facts.append(("evidence", evidence(guilty)))
-        facts.append(("", guilty.reason))
+        if not guilty.reason.startswith("differs by"):  # the evidence says so already
+            facts.append(("", guilty.reason))
         facts.append(("cause", cause_line(report.cause) if report.cause else "no hypothesis fits"))
         if report.cause and report.cause["runner_up"]:
             other = report.cause["runner_up"]

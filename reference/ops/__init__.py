@@ -16,9 +16,11 @@ from reference.ops.moe import (
     dense_ffn,
     gate_up_swiglu,
     moe_down_combine,
+    moe_experts,
     moe_ffn,
     moe_gate_up_swiglu,
     route,
+    route_weights,
     select_experts,
 )
 from reference.ops.norm import layer_norm, rms_norm
@@ -32,6 +34,7 @@ VERBS = (
     select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
     combine_experts, moe_down_combine, dense_ffn, moe_ffn,
 )  # fmt: skip
+PARTS = (route_weights, moe_experts)  # of route and moe_ffn, for going on with another engine's experts; no twins of their own
 EXACT = (quantize_q8_0, quantize_q8_k)  # the same in every Numerics
 
 
@@ -43,7 +46,7 @@ class ReferenceOps:
     def __init__(self, numerics: Numerics = F32, weight_cache: int = 1 << 30):
         """weight_cache: bytes of decoded weights to keep; what does not fit is decoded again at each use."""
         self.numerics, self.weight_cache, self.cache_dtype = numerics, weight_cache, numerics.cache
-        for verb in VERBS:
+        for verb in VERBS + PARTS:
             setattr(self, verb.__name__, partial(verb, num=numerics))
         for verb in EXACT:
             setattr(self, verb.__name__, verb)

@@ -43,12 +43,16 @@ def attention(
 ):
     """q [T,H,R+P], cache [capacity,R+P], top_k int32 [T,n], pos int32 [T] -> [T,H,R].
 
-    softmax(scale * q . k) over the tokens that top_k names (entries < 0 or > pos are padding), values = the latent part.
+    softmax(scale * q . k) over the tokens that top_k names (entries < 0 or > pos are padding), values = the latent part. A row
+    without any token, which takes NaN in all its scores, is NaN.
     """
     q = q.astype(num.acc, copy=False)
     out = np.empty((*q.shape[:2], rank), num.acc)
     for t, chosen in enumerate(top_k):
         k = cache[chosen[(chosen >= 0) & (chosen <= pos[t])]].astype(num.acc, copy=False)  # [n,R+P]
+        if not len(k):
+            out[t] = np.nan
+            continue
         score = q[t] @ k.T * num.acc(scale)  # [H,n]
         p = np.exp(score - score.max(-1, keepdims=True))  # [H,n]
         out[t] = (p / p.sum(-1, keepdims=True, dtype=num.acc)) @ k[:, :rank]  # [H,R]

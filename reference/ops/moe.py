@@ -7,12 +7,27 @@ from reference.numerics import F32, Numerics
 from reference.ops.elementwise import add, sigmoid, swiglu
 from reference.ops.matmul import linear, linear_experts
 
-MIN_WEIGHT_SUM = 6.103515625e-5  # f16's smallest normal number; llama.cpp's build_moe_ffn clamps the sum of the weights there
+MIN_WEIGHT_SUM = (
+    6.103515625e-5  # f16's smallest normal number: llama.cpp's build_moe_ffn clamps the sum there; transformers adds 1e-20
+)
 
 
 def select_experts(biased: np.ndarray, k: int, num: Numerics = F32) -> np.ndarray:
     """biased [T,E] -> int32 [T,k]: score descending, then index ascending. NaN comes last."""
     return np.argsort(-biased, axis=-1, kind="stable")[:, :k].astype(np.int32)
+
+
+def route_weights(probs, experts, config, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
+    """probs [T,E], experts int32 [T,K] -> [T,K]: the chosen probabilities, renormalised (if the model says so), then scaled."""
+    weights = np.take_along_axis(probs, experts, axis=-1)
+    probe("ffn_moe_weights", weights)
+    if config.expert_norm:
+        total = weights.sum(-1, keepdims=True, dtype=num.acc)
+        weights = num.result(weights / np.maximum(total, num.acc(MIN_WEIGHT_SUM)))
+    probe("ffn_moe_weights_norm", weights)
+    weights = num.result(weights * num.acc(config.expert_scale))
+    probe("ffn_moe_weights_scaled", weights)
+    return weights
 
 
 def route(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray, np.ndarray]:
@@ -29,15 +44,7 @@ def route(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray
     probe("ffn_moe_probs_biased", biased)
     experts = select_experts(biased, c.n_chosen, num=num)  # [T,K]
     probe("ffn_moe_topk", experts)
-    weights = np.take_along_axis(probs, experts, axis=-1)  # [T,K]
-    probe("ffn_moe_weights", weights)
-    if c.expert_norm:
-        total = weights.sum(-1, keepdims=True, dtype=num.acc)
-        weights = num.result(weights / np.maximum(total, num.acc(MIN_WEIGHT_SUM)))
-    probe("ffn_moe_weights_norm", weights)
-    weights = num.result(weights * num.acc(c.expert_scale))
-    probe("ffn_moe_weights_scaled", weights)
-    return experts, weights
+    return experts, route_weights(probs, experts, c, probe, num=num)
 
 
 def gate_up_swiglu(h, gate, up, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
@@ -85,6 +92,11 @@ def dense_ffn(h, w, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
 def moe_ffn(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
     """h [T,D] -> [T,D]: routed experts + shared expert."""
     experts, weights = route(h, w, config, probe, num=num)
+    return moe_experts(h, w, experts, weights, probe, num=num)
+
+
+def moe_experts(h, w, experts, weights, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
+    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router."""
     x = moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts, probe, num=num)  # [T,K,G]
     routed = moe_down_combine(x, w.ffn_down_exps, experts, weights, probe, num=num)  # [T,D]
     probe("ffn_moe_out", routed)

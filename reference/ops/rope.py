@@ -9,7 +9,7 @@ def rope_table(pos: np.ndarray, n_dims: int, theta: float, num: Numerics = F32) 
     """pos int32 [T] -> cos, sin [T, n_dims/2] of pos * theta^(-2i/n_dims), made in f64 (Su et al., arXiv:2104.09864)."""
     frequency = np.float64(theta) ** (-np.arange(0, n_dims, 2, dtype=np.float64) / n_dims)
     angle = pos.astype(np.float64)[:, None] * frequency
-    return np.cos(angle).astype(num.table), np.sin(angle).astype(num.table)  # round: f32, once
+    return num.result(np.cos(angle).astype(num.table)), num.result(np.sin(angle).astype(num.table))  # round: f32, once
 
 
 def rope(x: np.ndarray, table: tuple[np.ndarray, np.ndarray], num: Numerics = F32) -> np.ndarray:

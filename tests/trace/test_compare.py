@@ -155,3 +155,32 @@ def test_token_ids_come_from_the_embedding_where_nothing_else_has_them(small, ow
 
 def test_without_trace_arrays_nothing_is_comparable(small):
     assert compare(small, Recording([ArrayTrace({"lm_loss": np.ones(3)}, {"tokens": "[1, 2]"}, "x")])).status == 2
+
+
+def bf16(x):
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) + 0x8000 & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def first_two_layers(own, ffn_out):
+    """A trace of two layers whose last op but one made `ffn_out`."""
+    kept = {n: a for n, a in own.items() if n == "embd" or n.endswith(("-0", "-1"))}
+    return kept | {"ffn_out-1": ffn_out, "l_out-1": own["ffn_inp-1"] + ffn_out}
+
+
+def test_sums_kept_in_bf16_on_one_op_are_precision_by_the_size_of_that_very_sum(small, own):
+    """Not reproducible to the digit by any hypothesis: the order of the sum is the engine's own."""
+    x, w = own["ffn_swiglu-1"], small.weights.layers[1].ffn_down.decode()
+    total = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, x.shape[1], 64):
+        total = bf16(total + x[:, start : start + 64] @ w[:, start : start + 64].T)
+    report = judged(small, first_two_layers(own, total))
+    assert (report.verdict, report.guilty["op"]) == ("precision", "ffn_out")
+    assert report.guilty_op.reason.startswith("bf16: noise")
+
+
+def test_an_error_of_that_size_in_a_few_columns_is_wrong(small, own):
+    wrong = own["ffn_out-1"].copy()
+    wrong[:, 5:9] *= 1.004
+    report = judged(small, first_two_layers(own, wrong))
+    assert (report.verdict, report.guilty["op"]) == ("wrong", "ffn_out")
+    assert "columns 5-8 of 256" in report.guilty_op.structure
