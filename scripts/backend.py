@@ -1,6 +1,7 @@
 """Which forward pass and op set a script runs, by name."""
 
 import sys
+from importlib.util import find_spec
 from time import perf_counter
 
 from npglm.errors import NpglmError
@@ -26,18 +27,32 @@ def pick(args):
         threadpool_limits(args.threads)  # NumPy's BLAS
     if not 0 <= args.weight_cache < 1 << 20:
         raise NpglmError(f"--weight-cache is {args.weight_cache}, expected GiB >= 0")
+    if args.backend in ("gpu", "emulated"):
+        return _gpu(args.numerics, args.backend)
+    if args.backend == "auto" and args.numerics in (None, "ggml", "f32") and find_spec("cupy"):
+        try:
+            return _gpu(args.numerics, "gpu")
+        except NpglmError as error:
+            print(f"note: no GPU: {error}", file=sys.stderr)
     if args.backend == "cpu" or (args.backend == "auto" and args.numerics in (None, "ggml", "f32")):
         import npglm.cpu
         from npglm.forward import forward
 
         return forward, npglm.cpu.op_set(args.numerics or "ggml", args.threads, _CompileLine())
-    if args.backend in ("auto", "reference"):
-        from reference.forward import forward
-        from reference.numerics import NUMERICS as numerics
-        from reference.ops import ReferenceOps
+    from reference.forward import forward
+    from reference.numerics import NUMERICS as numerics
+    from reference.ops import ReferenceOps
 
-        return forward, ReferenceOps(numerics[args.numerics or "f32"], int(args.weight_cache * (1 << 30)))
-    raise NpglmError(f"backend {args.backend} is not built yet; use --backend reference")
+    return forward, ReferenceOps(numerics[args.numerics or "f32"], int(args.weight_cache * (1 << 30)))
+
+
+def _gpu(numerics: str | None, device: str):
+    import npglm.gpu
+    from npglm.forward import forward
+
+    if numerics not in (None, "ggml", "f32"):
+        raise NpglmError(f"--numerics {numerics} does not run on the {device} backend; ggml and f32 do, reference runs all")
+    return forward, npglm.gpu.op_set(numerics or "ggml", device)
 
 
 class _CompileLine:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Measure a backend. --backend cpu: against llama.cpp in one run, on a full-width random checkpoint or one of yours."""
+"""Measure. --backend cpu: against llama.cpp in one run, on a full-width random checkpoint or one of yours; --backend gpu: every op, decode
+and prefill at full width, with weights made on the device; --faults: how well compare.py finds and names planted faults."""
 
 import json
 import os
@@ -18,7 +19,10 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "npglm"
 
 def parse(argv):
     parser = cli.Parser(description=__doc__)
-    parser.add_argument("--backend", choices=["cpu"], default="cpu")
+    parser.add_argument("--backend", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--faults", action="store_true", help="the confusion table of the fault suite, instead of a backend")
+    parser.add_argument("--shape", default="glm-5.2", help="of --backend gpu")
+    parser.add_argument("--layers", type=int, default=15, metavar="N", help="of --backend gpu: 3 dense and N - 3 MoE layers")
     parser.add_argument("--against", choices=["llama.cpp"], default="llama.cpp")
     parser.add_argument("--model", "-m", help="a GGUF file (default: made once, 2.4 GB, in ~/.cache/npglm)")
     parser.add_argument("--tier", help="instructions to compile for (default: the best here): avx512vnni, avxvnni, avx2, plain")
@@ -127,6 +131,21 @@ def check(checkpoint, n_threads: int) -> dict:
 
 def main(argv=None) -> int:
     args = parse(argv)
+    if args.faults:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "trace"))
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        from fault_suite import main_faults
+
+        return main_faults([])
+    if args.backend == "gpu":
+        from npglm.gpu.bench import SHAPES, bench
+
+        if args.shape not in SHAPES or args.layers < 8:
+            raise NpglmError(f"--shape: {', '.join(SHAPES)}; --layers: 8 or more")
+        figures = bench(args.shape, args.layers)
+        if args.json:
+            Path(args.json).write_text(json.dumps(figures, indent=1))
+        return 0
     import npglm.cpu
 
     if args.tier:

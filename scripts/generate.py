@@ -80,7 +80,7 @@ def main(argv=None):
     for text in checkpoint.notes():
         note(f"note: {text}")
     forward, ops = pick(args)
-    model = Model(checkpoint, forward, ops)
+    model = Model(checkpoint, forward, ops.traced() if args.trace else ops)
     chat = Conversation(model, tokenizer, args.system, args.think, args.ctx) if args.chat or args.interactive else None
 
     def answer(ids: list[int]):

@@ -53,7 +53,7 @@ def main(argv=None):
     if tokens is None:
         tokens = raw_prompt(Tokenizer.from_metadata(checkpoint.metadata, checkpoint.path.name), args.prompt)
     forward, ops = pick(args)
-    model = Model(checkpoint, forward, ops)
+    model = Model(checkpoint, forward, ops.traced())
     model.check(tokens)
     last = max(args.layers) if args.layers else config.n_layers - 1
     dtype = np.float64 if ops.numerics.name == "f64" else np.float32

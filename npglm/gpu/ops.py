@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class GpuOps:
     def __init__(self, device, numerics: str = "ggml", backend: str = "gpu"):
         if numerics not in CACHE_DTYPES:
             raise NpglmError(f"--numerics {numerics} does not run on the {backend} backend, only {' and '.join(CACHE_DTYPES)}")
-        self.device, self.numerics, self.backend = device, numerics, backend
+        self.device, self.numerics, self.backend = device, SimpleNamespace(name=numerics), backend
         self.cache_dtype, self.rounds = CACHE_DTYPES[numerics], numerics == "ggml"
         self.array, self.numpy, self.launch = device.array, device.numpy, device.launch
         self.constants: dict = {}
