@@ -348,6 +348,11 @@ class Checkpoint:
         return suffix.startswith("indexer.") and not self.config.full[layer]
 
     @property
+    def paths(self) -> list[Path]:
+        """The files, in order of their shards."""
+        return [file.path for file in self.files]
+
+    @property
     def n_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
 

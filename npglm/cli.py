@@ -3,8 +3,11 @@
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
+
+import numpy as np
 
 from npglm.errors import NpglmError
 
@@ -21,9 +24,12 @@ class Parser(argparse.ArgumentParser):
 
 def run(main, argv=None) -> int:
     """Run main(argv) -> exit status (None counts as 0); turn what a person can cause into one line on stderr."""
+    _repair_streams()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished outputs are taken away
     program = Path(sys.argv[0]).name
     try:
-        status = main(argv) or 0
+        with np.errstate(all="ignore"):  # what is not finite is judged where it matters, not warned about
+            status = main(argv) or 0
         sys.stdout.flush()  # a closed pipe or full disk shows here, not in the interpreter's exit
         return status
     except NpglmError as error:
@@ -37,23 +43,44 @@ def run(main, argv=None) -> int:
         message, status = f"{error.filename or ''}: {error.strerror or error}".lstrip(": "), 2
     except MemoryError:
         message, status = "out of memory", 2
-    print(f"{program}: error: {message}" if status == 2 else f"{program}: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"{program}: error: {message}" if status == 2 else f"{program}: {message}", file=sys.stderr)
     return status
 
 
+def _repair_streams() -> None:
+    """Closed standard streams become /dev/null, so that no output file takes their place; text that cannot be encoded is replaced."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            setattr(sys, name, open(fd, mode))  # noqa: SIM115 - for the rest of the run
+    # Input that is not UTF-8 is named by the tokenizer; output that the terminal cannot show is replaced.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+
+
 @contextlib.contextmanager
-def whole_file(path):
+def whole_file(path, inputs=()):
     """Open a temporary binary file beside `path`; it takes that name only if the block ends without an error.
 
-    Raises NpglmError that names `path` when it cannot be written (no such folder, no permission, full disk).
+    inputs: files that must not be overwritten. Raises NpglmError that names `path` when it is one of them, is no regular file, or
+    cannot be written (no such folder, no permission, full disk).
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = Path(os.path.realpath(path))
+    if not os.fspath(path) or (target.exists() and not target.is_file()):
+        raise NpglmError(f"{path}: cannot be written: not a regular file")
+    if target.exists() and any(os.path.samefile(target, source) for source in inputs):
+        raise NpglmError(f"{path}: cannot be written: it is being read")
+    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
     try:
         try:
             with open(temporary, "w+b") as file:
                 yield file
-            os.replace(temporary, path)
+            os.replace(temporary, target)
         except OSError as error:
             raise NpglmError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:

@@ -41,8 +41,10 @@ class Model:
         """Put `tokens` behind what the cache holds, a chunk at a time. Returns logits [1,Y] of the last one.
 
         every_row: make logits for all rows, which only a probe sees. last_layer: stop after that layer and return its output.
-        Raises NpglmError when the cache is full.
+        Raises NpglmError when the cache is full or there are no tokens.
         """
+        if not len(tokens):
+            raise NpglmError("no tokens to run")
         if cache.length + len(tokens) > cache.capacity:
             raise NpglmError(f"context overflow: {cache.length + len(tokens)} tokens in a cache of {cache.capacity}")
         for start in range(0, len(tokens), chunk):
@@ -151,7 +153,7 @@ def generate(
     started = perf_counter()
     decode_started = None
     try:
-        logits = model.run(cache, prompt_ids[cache.length :], probe, every_row)[0]  # [Y]
+        logits = model.run(cache, prompt_ids[cache.length :], probe, every_row)[0]  # [Y], of which some rows may have no token
         decode_started = perf_counter()
         result.n_prompt = len(prompt_ids) - result.n_cached
         result.prompt_s = decode_started - started
@@ -159,6 +161,7 @@ def generate(
         while len(result.ids) < max_tokens:
             if result.ids:
                 logits = model.run(cache, result.ids[-1:])[0]
+            logits = logits[: tokenizer.vocab_size]
             token = sampler.sample(logits, step=len(result.ids))
             result.ids.append(token)
             result.logprobs.append(sampler.logprob(logits, token))

@@ -20,8 +20,8 @@ def add_arguments(parser, backend="auto"):
 def pick(args):
     """Parsed arguments -> (forward, op set). Raises NpglmError for a backend that this build does not have."""
     if args.threads is not None:
-        if args.threads < 1:
-            raise NpglmError(f"--threads is {args.threads}, expected at least 1")
+        if not 1 <= args.threads <= 1024:
+            raise NpglmError(f"--threads is {args.threads}, expected 1 to 1024")
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(args.threads)  # NumPy's BLAS

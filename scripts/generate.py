@@ -48,7 +48,9 @@ def parse(argv):
     args = parser.parse_args(argv)
     if args.max_tokens < 1:
         parser.error(f"--max-tokens is {args.max_tokens}, expected at least 1")
-    if (args.prompt is not None) + (args.tokens is not None) != 1 and not (args.interactive and args.tokens is None):
+    if args.interactive and args.tokens is not None:
+        parser.error("-i takes no --tokens")
+    if (args.prompt is not None) + (args.tokens is not None) != 1 and not args.interactive:
         parser.error("expected either a prompt or --tokens")
     if args.tokens is not None and args.chat:
         parser.error("--chat takes a prompt, not --tokens")
@@ -94,9 +96,9 @@ def main(argv=None):
         try:
             with contextlib.ExitStack() as stack:
                 progress = stack.enter_context(LayerProgress(model.config.n_layers, n_chunks(len(ids) - cache.length)))
-                if args.trace:
+                if args.trace is not None:
                     dtype = np.float64 if ops.numerics.name == "f64" else np.float32
-                    file = stack.enter_context(cli.whole_file(args.trace))
+                    file = stack.enter_context(cli.whole_file(args.trace, checkpoint.paths))
                     record = recorder(file, checkpoint, ids, ops.numerics.name, dtype=dtype)
 
                 def prefilled():

@@ -20,8 +20,11 @@ def layer_list(text: str) -> list[int]:
     try:
         layers: list[int] = []
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            layers += range(int(first), int(last or first) + 1)
+            first, dash, last = part.partition("-")
+            first, last = int(first), int(last) if dash else int(first)
+            if not 0 <= first <= last < 4096:
+                raise ValueError
+            layers += range(first, last + 1)
         if not layers:
             raise ValueError
         return layers
@@ -57,7 +60,7 @@ def main(argv=None):
     model.check(tokens)
     last = max(args.layers) if args.layers else config.n_layers - 1
     dtype = np.float64 if ops.numerics.name == "f64" else np.float32
-    with cli.whole_file(args.out) as file, LayerProgress(last + 1, n_chunks(len(tokens))) as progress:
+    with cli.whole_file(args.out, checkpoint.paths) as file, LayerProgress(last + 1, n_chunks(len(tokens))) as progress:
         record = recorder(file, checkpoint, tokens, ops.numerics.name, args.layers, args.probes, dtype)
         stop = None if last == config.n_layers - 1 else last
         model.run(model.cache(len(tokens)), tokens, progress.over(record), every_row=True, last_layer=stop)

@@ -15,11 +15,11 @@ def main(argv=None):
     parser.add_argument("model", help="GGUF file, any shard, or a folder")
     parser.add_argument("--tokens", type=cli.token_ids, required=True, metavar="1,2,3", help="token ids of the prompt")
     parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
+    parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 512), help="of llama.cpp")
     parser.add_argument("--flash-attn", action=cli.argparse.BooleanOptionalAction, default=True, help="its fused attention")
     args = parser.parse_args(argv)
-    if args.threads < 1:
-        parser.error(f"--threads: expected 1 or more, found {args.threads}")
+    if not 1 <= args.threads <= 512:
+        parser.error(f"--threads: expected 1 to 512, found {args.threads}")
 
     need_llama_cpp()
     checkpoint = npglm.load(args.model)

@@ -185,6 +185,8 @@ def test_golden_in_every_numerics(tmp_path, numerics):
         (["x", "-m", SMALL, "--backend", "tpu"], "--backend"),
         (["x", "-m", SMALL, "--numerics", "f16"], "--numerics"),
         (["x", "-m", SMALL, "--threads", "0"], "--threads"),
+        (["x", "-m", SMALL, "--threads", "99999999999999999999"], "--threads"),
+        (["-i", "-m", SMALL, "--tokens", "1"], "-i takes no --tokens"),
         (["x", "-m", SMALL, "--trace", "/nowhere/t.safetensors"], "/nowhere/t.safetensors: cannot be written"),
         (["x", "-m", SMALL, "--no-such-flag"], "--no-such-flag"),
     ],
@@ -201,6 +203,8 @@ def test_what_is_wrong_is_one_line(args, words):
         (["-o", "t.safetensors"], "--tokens"),
         (["--tokens", "1", "-o", "t.safetensors", "--layers", "0-7"], "--layers: 7 is outside the model's 0-6"),
         (["--tokens", "1", "-o", "t.safetensors", "--layers", "3-1"], "--layers"),
+        (["--tokens", "1", "-o", "t.safetensors", "--layers", "3-"], "--layers"),
+        (["--tokens", "1", "-o", "t.safetensors", "--layers", "0-99999999999"], "--layers"),
         (["--tokens", "1", "-o", "t.safetensors", "--probes", "l_in"], "no probe matches l_in"),
         (["--tokens", "1", "-o", "/dev/full/x"], "/dev/full/x: cannot be written"),
     ],
@@ -297,6 +301,77 @@ def test_a_nan_weight_is_recorded_and_then_one_line(tmp_path):
         "generate.py", "--tokens", "1,2", "-m", bad, "--trace", tmp_path / "u.safetensors", status=2
     )
     assert (tmp_path / "u.safetensors").exists()
+
+
+@pytest.mark.parametrize("script", ["golden.py", "generate.py"])
+def test_outputs_never_take_the_place_of_something_else(tmp_path, script):
+    """Neither the model that is read, nor a folder, a pipe or a device; a symlink's target is written, and the link stays."""
+    model = tmp_path / "m.gguf"
+    model.write_bytes(Path(SMALL).read_bytes())
+    os.mkfifo(tmp_path / "pipe")
+    out = "-o" if script == "golden.py" else "--trace"
+    args = [model, "--tokens", "1,2"] if script == "golden.py" else ["-m", model, "--tokens", "1,2", "--max-tokens", 1]
+    for name in (model, tmp_path, tmp_path / "pipe", "", "."):
+        assert "cannot be written" in run(script, *args, out, name, status=2)
+    assert model.read_bytes() == Path(SMALL).read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path / "t.safetensors")
+    run(script, *args, out, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert read_trace(tmp_path / "t.safetensors").tokens == [1, 2]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(closed, tmp_path):
+    command = (
+        f"{sys.executable} {SCRIPTS / 'golden.py'} {SMALL} --tokens 1,2 -o {tmp_path}/t.safetensors --probes l_out {closed}"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert len(read_trace(tmp_path / "t.safetensors").names) == 7
+
+
+def test_file_names_and_terminals_that_are_not_utf8(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff.safetensors"
+    command = [sys.executable, str(SCRIPTS / "golden.py"), SMALL, "--tokens", "1,2", "--probes", "l_out", "-o", name]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert os.listdir(os.fsencode(tmp_path)) == [b"\xff.safetensors"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [
+        sys.executable,
+        str(SCRIPTS / "generate.py"),
+        "\u65e5\u672c",
+        "-m",
+        SMALL,
+        "--max-tokens",
+        "8",
+        "--backend",
+        "reference",
+    ]
+    done = subprocess.run(command, capture_output=True, env=ascii_only, timeout=60, check=False)
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_terminated_run_leaves_nothing(tmp_path):
+    ids = ",".join(str(i % 250) for i in range(20000))
+    command = [sys.executable, str(SCRIPTS / "golden.py"), SMALL, "--tokens", ids, "-o", str(tmp_path / "t.safetensors")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    while not any(tmp_path.iterdir()):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_without_a_token_are_never_chosen(model, tokenizer):
+    logits = model.run(model.cache(3), [5, 6, 7])[0]
+    tokenizer_of_few = Tokenizer.from_gguf(SMALL)
+    first = int(np.argsort(-logits)[0])
+    tokenizer_of_few._tokens = tokenizer_of_few._tokens[:first]
+    result = generate(model, tokenizer_of_few, model.cache(10), [5, 6, 7], Sampler(), 1)
+    assert result.ids[0] == int(logits[:first].argmax())
 
 
 def test_a_prompt_beyond_the_context_is_refused(tmp_path):

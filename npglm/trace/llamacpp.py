@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,9 +104,11 @@ def record_nodes(
             raise NpglmError(f"token id {token} is outside the vocabulary of {config.vocab}")
     if n > config.context_length:
         raise NpglmError(f"context overflow: {n} tokens, the model has room for {config.context_length}")
-    ggml, nodes, failed = _Ggml(llama_cpp), [], []
+    ggml, nodes, failed, interrupts = _Ggml(llama_cpp), [], [], []
 
     def on_node(tensor, ask, _):
+        if interrupts:
+            return False
         try:
             if not ask:
                 array = ggml.array(tensor)
@@ -125,14 +129,30 @@ def record_nodes(
             for i, token in enumerate(tokens):
                 batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            status = llama_cpp.llama_decode(context, batch)
+            with _holding_interrupts(interrupts):
+                status = llama_cpp.llama_decode(context, batch)
         finally:
             llama_cpp.llama_batch_free(batch)
         if failed:
             raise failed[0]
-        if status:
-            raise NpglmError(f"llama.cpp: decoding ended with status {status}{say()}")
+        if interrupts:
+            raise KeyboardInterrupt
+        if status or not any(node.label == "result_output" for node in nodes):
+            raise NpglmError(f"llama.cpp: decoding ended early, with status {status}{say()}")
     return nodes
+
+
+@contextmanager
+def _holding_interrupts(seen: list) -> Iterator[None]:
+    """Ctrl-C goes into `seen`: raised inside a callback it would be lost, as ctypes swallows what escapes one."""
+    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set, and only there do they run
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -155,7 +175,7 @@ def _context(llama_cpp, path: Path, n_tokens: int, threads: int, flash_attn: boo
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         model_params.use_extra_bufts = False  # repacked (AMX, 8x8) weights: other sums, and no 3D ones such as attn_k_b
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
         if not model:
             raise NpglmError(f"{path.name}: llama.cpp does not load it{say()}")
         params = llama_cpp.llama_context_default_params()
@@ -186,12 +206,15 @@ def engine_version() -> str:
 class _Spool:
     """Arrays on disk until the trace is written, so that memory holds one at a time."""
 
-    def __init__(self, file):
-        self.file, self.at = file, 0
+    def __init__(self, file, name):
+        self.file, self.name, self.at = file, name, 0
 
     def keep(self, array: np.ndarray) -> tuple[int, np.dtype, tuple[int, ...]]:
         place = (self.at, array.dtype, array.shape)
-        self.file.write(np.ascontiguousarray(array).data)
+        try:
+            self.file.write(np.ascontiguousarray(array).data)
+        except OSError as error:
+            raise NpglmError(f"{self.name}: cannot be written: {error.strerror}") from None
         self.at += array.nbytes
         return place
 
@@ -216,7 +239,7 @@ def record_trace(checkpoint: Checkpoint, tokens: list[int], out, threads: int = 
     """
     metadata = describe_run(checkpoint, tokens, "ggml") | {"engine": "llama.cpp", "engine_version": engine_version()}
     with _temporary(out) as file, LayerProgress(checkpoint.config.n_layers, label="llama.cpp") as progress:
-        spool = _Spool(file)
+        spool = _Spool(file, out)
         nodes = record_nodes(checkpoint, tokens, threads, flash_attn, spool.keep, progress.over().layer)
         places, done = {}, set()
         mapped = map_graph(nodes, n_tokens=len(tokens))
@@ -227,5 +250,5 @@ def record_trace(checkpoint: Checkpoint, tokens: list[int], out, threads: int = 
         for node in nodes:
             if node.order not in done:
                 places[f"ggml|{node.order:05}|{node.op}|{node.label}"] = node.value
-        write_trace(out, {name: spool.array(place) for name, place in places.items()}, metadata)
+        write_trace(out, {name: spool.array(place) for name, place in places.items()}, metadata, checkpoint.paths)
     return len(mapped), len(places) - len(mapped)

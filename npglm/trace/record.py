@@ -31,7 +31,7 @@ def without_folders(argv: list[str]) -> str:
         if os.sep in value and not any(c.isspace() for c in value) and path.parent.is_dir():
             value = path.name
         words.append(option + equals + value)
-    return " ".join(words)
+    return " ".join(words).encode("utf-8", "replace").decode()  # a file name need not be UTF-8
 
 
 def describe_run(checkpoint, tokens, numerics: str, argv=None, rank: int = 0, world: int = 1) -> dict[str, str]:
@@ -62,11 +62,11 @@ def _header(entries: dict[str, tuple[np.dtype, tuple[int, ...]]], metadata: dict
     return struct.pack("<Q", len(text)) + text, {name: start + table[name]["data_offsets"][0] for name in entries}
 
 
-def write_trace(path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write whole arrays that are at hand. Raises NpglmError when `path` cannot be written."""
+def write_trace(path, arrays: dict[str, np.ndarray], metadata: dict[str, str], inputs=()) -> None:
+    """Write whole arrays that are at hand. Raises NpglmError when `path` cannot be written; see whole_file."""
     arrays = {name: np.ascontiguousarray(a) for name, a in sorted(arrays.items(), key=lambda item: -item[1].itemsize)}
     head, _ = _header({name: (a.dtype, a.shape) for name, a in arrays.items()}, metadata)
-    with whole_file(path) as file:
+    with whole_file(path, inputs) as file:
         file.write(head)
         for array in arrays.values():
             file.write(array.data if array.size else b"")

@@ -1,8 +1,10 @@
 """Live llama.cpp against the reference, op by op."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -178,3 +180,26 @@ def test_llamacpp_giving_up_is_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: llama.cpp gave up: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_leaves_no_trace(tmp_path):
+    """The signal may arrive while Python is in a callback, where an exception would be lost."""
+    script, model = (
+        Path(__file__).parents[2] / "scripts" / "record_llamacpp.py",
+        Path(__file__).parents[1] / "golden" / "small.Q2_K.gguf",
+    )
+    ids = ",".join(str(i % 250) for i in range(250))
+    for delay in (0.3, 0.7):
+        command = [sys.executable, str(script), str(model), "--tokens", ids, "-o", str(tmp_path / "t.safetensors")]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        while not any("llama" in line and ".so" in line for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()):
+            time.sleep(0.02)  # until llama.cpp is loaded
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert b"Traceback" not in stderr
+        assert process.returncode in (0, 130)
+        assert (tmp_path / "t.safetensors").exists() == (process.returncode == 0)
+        if process.returncode == 0:
+            assert b"211 probes" in stderr
+            (tmp_path / "t.safetensors").unlink()
