@@ -41,8 +41,8 @@ KERNEL attention_f32(const float* q, const float* cache, const int* top_k, const
     if (i * 128 + THREAD < RANK) out[((long long)t * heads + head) * RANK + i * 128 + THREAD] = acc[i] / sum;
 }
 
-// The splits of one token and head put together, and where q is given the result's Q8_0 blocks. Parts with sum 0 hold nothing and
-// are not read.
+// The splits of one token and head put together, and where q is given the result's Q8_0 blocks. Parts without rows have
+// sum 0 and are zero.
 KERNEL attention_merge_f32(const float* part, const float* part_ml, float* out, s8* q, u16* d, int heads, int splits) {
   SHARED float weight[256];  // of each split
   int head = BLOCK_X, t = BLOCK_Y;
@@ -61,7 +61,7 @@ KERNEL attention_merge_f32(const float* part, const float* part_ml, float* out, 
   for (int r = THREAD; r - LANE < RANK; r += N_THREADS) {
     float total = 0;
     _Pragma("unroll 8") for (int s = 0; s < splits; s++)
-      if (weight[s] > 0.0f && r < RANK) total = fmaf(part[(first + s * heads) * RANK + r], weight[s], total);
+      total = fmaf(part[(first + s * heads) * RANK + imin(r, RANK - 1)], weight[s], total);
     total /= sum;
     u16 scale;
     int value = q8_0_of(total, &scale);

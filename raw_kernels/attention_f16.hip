@@ -10,6 +10,7 @@
 #define PADDED ((WIDTH + 15) / 16 * 16)
 #define PITCH (PADDED + 8)  // f16 numbers of a staged row
 #define P_PITCH (KEYS + 8)
+#define S_PITCH (KEYS + 8)  // scores of a head; shifts the banks
 #define WARPS (HEADS / 16 * GROUP)
 #define BLOCK (WARPS * LANES)
 #define KEYS_PER_LANE ((KEYS + LANES - 1) / LANES)
@@ -50,8 +51,8 @@ KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const in
   u16* rows = q_low + HEADS * PITCH;     // [KEYS, PITCH]
   u16* p_high = rows + KEYS * PITCH;     // [HEADS, P_PITCH]
   u16* p_low = p_high + HEADS * P_PITCH;
-  float* score = (float*)(p_low + HEADS * P_PITCH);  // [GROUP, HEADS, KEYS] parts of the sum
-  float* shrink = score + GROUP * HEADS * KEYS;              // [HEADS] at the end the sum of weights
+  float* score = (float*)(p_low + HEADS * P_PITCH);  // [GROUP, HEADS, S_PITCH] parts of the sum
+  float* shrink = score + GROUP * HEADS * S_PITCH;              // [HEADS] at the end the sum of weights
   int* chosen = (int*)(shrink + HEADS);              // [KEYS]
   int t = BLOCK_Y, head0 = BLOCK_Z * HEADS, last = pos[t];
   top_k += (long long)t * n;
@@ -89,7 +90,7 @@ KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const in
         }
       }
       UNROLL for (int n = 0; n < KEYS / 16; n++) UNROLL for (int i = 0; i < TILE_ACC; i++)
-        score[(member * HEADS + group * 16 + tile_row(i)) * KEYS + n * 16 + tile_col(i)] =
+        score[(member * HEADS + group * 16 + tile_row(i)) * S_PITCH + n * 16 + tile_col(i)] =
             fmaf(low[n * TILE_ACC + i], 1.0f / 2048.0f, high[n * TILE_ACC + i]) * scale;
     }
     barrier();
@@ -100,8 +101,8 @@ KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const in
         int k = LANE + j * LANES;
         mine[j] = MINUS_INFINITY;
         if (k < KEYS && chosen[k] >= 0) {
-          mine[j] = score[h * KEYS + k];
-          UNROLL for (int m = 1; m < GROUP; m++) mine[j] += score[(m * HEADS + h) * KEYS + k];
+          mine[j] = score[h * S_PITCH + k];
+          UNROLL for (int m = 1; m < GROUP; m++) mine[j] += score[(m * HEADS + h) * S_PITCH + k];
         }
         higher = fmaxf(higher, mine[j]);
       }
@@ -150,7 +151,7 @@ KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const in
     float total = shrink[h], factor = (splits == 1 ? 1.0f / total : 1.0f) / P_SCALE;
     float* row = splits == 1 ? out + ((long long)t * heads + head) * RANK
                              : part + (((long long)t * splits + BLOCK_X) * heads + head) * RANK;
-    if (head < heads && total > 0.0f)
+    if (head < heads && (total > 0.0f || splits > 1))  // a part without rows is zero
       UNROLL for (int m = 0; m < MY_TILES; m++)
         if (r0 + m * GROUP * 16 < RANK) row[r0 + m * GROUP * 16] = acc[m * TILE_ACC + i] * factor;
   }

@@ -39,7 +39,7 @@ void** arguments;
 char* dynamic_shared;
 char error[200];
 
-__attribute__((noinline)) void jump(void** target) { __builtin_longjmp(target, 1); }
+__attribute__((noipa)) void jump(void** target) { __builtin_longjmp(target, 1); }
 
 // AddressSanitizer is told of every change of stack.
 #ifdef __SANITIZE_ADDRESS__
@@ -56,7 +56,8 @@ inline void arrive_in_fiber() {}
 inline void arrive_in_scheduler() {}
 #endif
 
-__attribute__((noinline)) void yield(State state) {
+// noipa: to its callers this may change any memory, as the other fibers do meanwhile.
+__attribute__((noipa)) void yield(State state) {
   Fiber* f = &fibers[thread];
   f->state = state;
   if (!__builtin_setjmp(f->jump)) {
@@ -74,7 +75,7 @@ void fiber_main() {  // the fiber lives on from block to block
   }
 }
 
-__attribute__((noinline)) void resume(int t) {
+__attribute__((noipa)) void resume(int t) {
   thread = t;
   Fiber* f = &fibers[t];
   if (__builtin_setjmp(scheduler)) {

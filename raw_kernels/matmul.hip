@@ -135,7 +135,8 @@ KERNEL BOUNDS(BLOCK, 3) JOIN(matmul_, TYPE)(const u8* w, const u8* scales, const
     UNROLL for (int i = 0; i < 8; i++) mine[i] = f32_to_f16((float)(short)mine[i]);
 #else
     s8* w_now = ws + stage * WIDTH * PITCH;
-    UNROLL for (int i = 0; i < 8; i++) (THREAD < WIDTH ? wd : xd)[THREAD % WIDTH * SCALE_PITCH + i] = f16_to_f32(f.d[i]);
+    float* to = THREAD < WIDTH ? wd : xd;
+    UNROLL for (int i = 0; i < 8; i++) to[THREAD % WIDTH * SCALE_PITCH + i] = f16_to_f32(f.d[i]);
     stage_wait();
 #endif
     barrier();

@@ -91,7 +91,7 @@ DEVICE float group_sum(float x) {
 }
 
 // y[pair, row], y rows at y_stride elements. TOKENS pairs at once share a matrix (plain products only).
-KERNEL JOIN(matvec_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8* x, const void* x_d, const short* sums,
+KERNEL AT_MOST(BLOCK) JOIN(matvec_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8* x, const void* x_d, const short* sums,
                            const int* experts, float* y, int n_pairs, int n_out, int n_matrices, int x_div, long long y_stride) {
   int pair = BLOCK_Y * TOKENS;
   long long matrix = experts ? experts[pair] : pair % n_matrices;
@@ -113,7 +113,7 @@ KERNEL JOIN(matvec_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8
 }
 
 // y[pair, row] = swiglu(gate, up): both matrices in one pass.
-KERNEL JOIN(matvec_gate_up_swiglu_, TYPE)(const u8* gate, const u8* gate_scales, const u16* gate_d, const u8* up,
+KERNEL AT_MOST(BLOCK) JOIN(matvec_gate_up_swiglu_, TYPE)(const u8* gate, const u8* gate_scales, const u16* gate_d, const u8* up,
                                           const u8* up_scales, const u16* up_d, const s8* x, const void* x_d, const short* sums,
                                           const int* experts, float* y, int n_out, int x_div) {
   int pair = BLOCK_Y;
@@ -138,7 +138,7 @@ KERNEL JOIN(matvec_gate_up_swiglu_, TYPE)(const u8* gate, const u8* gate_scales,
 
 // y[t, row] = sum over k of weights[t, k] * (matrix experts[t, k] . x[t * CHOSEN + k]). The GROUPS of a block share its ROWS rows
 // and take the choices in turn; their sums are added in order.
-KERNEL JOIN(matvec_down_combine_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8* x, const void* x_d,
+KERNEL AT_MOST(BLOCK) JOIN(matvec_down_combine_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8* x, const void* x_d,
                                         const short* sums, const int* experts, const float* weights, float* y, int n_out) {
   SHARED float part[GROUPS * ROWS];
   int t = BLOCK_Y, row = BLOCK_X * ROWS, group = THREAD / GROUP;

@@ -16,6 +16,7 @@ typedef struct __attribute__((aligned(16))) { float x, y, z, w; } F4;
 #define DEVICE static inline
 #define KERNEL extern "C" void
 #define BOUNDS(threads, blocks)
+#define AT_MOST(threads)
 #define SHARED static __attribute__((section("emu_shared"), aligned(16)))
 #define DYNAMIC_SHARED(name) char* name = emu::dynamic_shared
 #define UNROLL
@@ -46,6 +47,7 @@ DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
 #define DEVICE static __device__ inline __attribute__((always_inline))
 #define KERNEL extern "C" __global__ void
 #define BOUNDS(threads, blocks) __attribute__((amdgpu_flat_work_group_size(1, threads)))
+#define AT_MOST(threads) BOUNDS(threads, 1)  // clang reserves registers for 1024 threads otherwise
 #define SHARED __shared__ __attribute__((aligned(16)))
 #define DYNAMIC_SHARED(name) extern __shared__ __attribute__((aligned(16))) char name[]
 #define UNROLL _Pragma("unroll")
@@ -87,6 +89,7 @@ DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
 #define DEVICE static __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 #define BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define AT_MOST(threads)
 #define SHARED __shared__ __align__(16)
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
 #define UNROLL _Pragma("unroll")

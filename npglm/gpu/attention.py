@@ -79,14 +79,14 @@ def attention(q, cache, top_k, pos, rank: int, scale: float, *, ops, splits: int
 def tile_bytes(width: int, heads: int, group: int, keys: int) -> int:
     """Dynamic shared memory of attention_f16."""
     pitch = -(-width // 16) * 16 + 8
-    return 2 * (2 * heads + keys) * pitch + 4 * heads * (keys + 8) + 4 * group * heads * keys + 4 * heads + 4 * keys
+    return 2 * (2 * heads + keys) * pitch + 4 * heads * (keys + 8) + 4 * group * heads * (keys + 8) + 4 * heads + 4 * keys
 
 
 def tile_shape(device, width: int, n_tokens: int, heads: int) -> tuple[int, int, int]:
     """(heads of a block, warps per 16 heads, rows staged at a time): all heads for many tokens, 16 and more blocks for few."""
     shapes = [(16, 8, 64), (16, 4, 32), (16, 4, 16)]
     if n_tokens * -(-heads // 64) >= device.n_processors and heads > 16:
-        shapes = [(64, 2, 32), (32, 2, 32), *shapes]
+        shapes = [(32, 4, 64), *shapes]
     for shape in shapes:
         if tile_bytes(width, *shape) <= device.max_shared:
             return shape

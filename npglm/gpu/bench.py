@@ -124,32 +124,22 @@ def op_rows(ops, config, random: Random, timer: Timer, layers, caches: dict):
         replay = ops.repeat(lambda: [call(i) for i in range(n)])
         return name, timer.ms(replay) / n, per_call_bytes
 
-    def weight_op(name, verb, inputs, weights, share=1.0):
-        n = max(len(weights), 4)
-        rotated = (
-            weights
-            if sum(w.nbytes for w in weights) * share > ROTATED_BYTES
-            else weights
-            + [
-                random.weight(name, weights[0].type, weights[0].shape)
-                for _ in range(min(24, int(ROTATED_BYTES / weights[0].nbytes / share)) if share == 1.0 else 0)
-            ]
-        )
-        n = len(rotated) if share == 1.0 else 16
-        return measure(name, lambda i: verb(inputs, rotated[i % len(rotated)], i), weights[0].nbytes * share, n)
+    def weight_op(name, verb, x, weights, each=1):
+        """verb(x, w, ...) with `each` weights a call, over ROTATED_BYTES of them: the layers' own and as many more as that takes."""
+        first = weights[0]
+        more = max(0, int(ROTATED_BYTES / first.nbytes) - len(weights))
+        rotated = weights + [random.weight(name, first.type, first.shape) for _ in range(more)]
+        n = len(rotated) // each
+        return measure(name, lambda i: verb(x, *rotated[i * each : (i + 1) * each]), each * first.nbytes, n)
 
-    linear = lambda x, w, i: ops.linear(x, w)
-    linear_heads = lambda x, w, i: ops.linear_heads(x, w)
     for name, x_in, attribute in (("q_a", h, "attn_q_a"), ("kv_a", h, "attn_kv_a_mqa"), ("q_b", q_a, "attn_q_b")):
-        yield weight_op(name, linear, x_in, [getattr(w, attribute) for w in layers])
-    yield weight_op("k_b", linear_heads, heads[c.nope], [w.attn_k_b for w in layers])
-    yield weight_op("v_b", linear_heads, heads[c.kv_rank], [w.attn_v_b for w in layers])
-    yield weight_op("attn_output", linear, wide, [w.attn_output for w in layers])
-    yield weight_op("router", linear, h, [w.ffn_gate_inp for w in moe])
-    pair = lambda x, w, i: ops.gate_up_swiglu(x, w, w)
-    name, ms, size = weight_op("shared gate+up", pair, h, [w.ffn_gate_shexp for w in moe])
-    yield name, ms, 2 * size
-    yield weight_op("shared down", linear, ops.array(_normal(1, c.expert_ffn), np.float32), [w.ffn_down_shexp for w in moe])
+        yield weight_op(name, ops.linear, x_in, [getattr(w, attribute) for w in layers])
+    yield weight_op("k_b", ops.linear_heads, heads[c.nope], [w.attn_k_b for w in layers])
+    yield weight_op("v_b", ops.linear_heads, heads[c.kv_rank], [w.attn_v_b for w in layers])
+    yield weight_op("attn_output", ops.linear, wide, [w.attn_output for w in layers])
+    yield weight_op("router", ops.linear, h, [w.ffn_gate_inp for w in moe])
+    yield weight_op("shared gate+up", ops.gate_up_swiglu, h, [m for w in moe for m in (w.ffn_gate_shexp, w.ffn_up_shexp)], 2)
+    yield weight_op("shared down", ops.linear, ops.array(_normal(1, c.expert_ffn), np.float32), [w.ffn_down_shexp for w in moe])
     gate_up = lambda i: ops.moe_gate_up_swiglu(h, moe[i % len(moe)].ffn_gate_exps, moe[i % len(moe)].ffn_up_exps, experts[i])
     size = 2 * moe[0].ffn_gate_exps.nbytes * chosen_share
     yield measure("experts gate+up", gate_up, size, 64)

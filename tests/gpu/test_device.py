@@ -83,7 +83,7 @@ def test_table_names_every_kernel():
     named = {re.sub("<t>", "", line.split(": ")[1].split("(")[0]) for line in raw_kernels.TABLE.strip().splitlines()}
     for family in raw_kernels.FAMILIES:
         text = raw_kernels.read(family)
-        found = re.findall(r"^KERNEL (?:BOUNDS\([^)]*\) )?(?:JOIN\((\w+), TYPE\)|(\w+))\(", text, re.MULTILINE)
+        found = re.findall(r"^KERNEL (?:(?:BOUNDS|AT_MOST)\([^)]*\) )?(?:JOIN\((\w+), TYPE\)|(\w+))\(", text, re.MULTILINE)
         assert found, family
         assert {a or b for a, b in found} <= named, family
     for name in {f for family, needs in raw_kernels.FAMILIES.items() for f in (family, *needs)} | {"preamble"}:

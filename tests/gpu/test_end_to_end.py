@@ -30,16 +30,16 @@ class Recorder:
         return mark
 
 
-def steps(ops, forward, checkpoint, prompt, forced, probe=None):
-    """Logits [len(forced) + 1, Y]: after the prompt, and after each forced id."""
+def steps(ops, forward, checkpoint, prompt, n, forced=None, probe=None):
+    """Logits [n, Y]: after the prompt, and after each id that follows: forced[i], or else the greedy one."""
     weights, config = ops.load(checkpoint), checkpoint.config
-    cache, rows, new, at = Cache(config, len(prompt) + len(forced), ops), [], prompt, 0
-    for next_id in (*forced, 0):
+    cache, rows, new, at = Cache(config, len(prompt) + n, ops), [], prompt, 0
+    for i in range(n):
         pos = np.arange(at, at + len(new), dtype=np.int32)
         args = (weights, config, cache, ops.array(new, np.int32), ops.array(pos, np.int32), ops)
         rows.append(np.array(ops.numpy(forward(*args, *((probe,) if probe else ()), n_out=1))[0]))
         at += len(new)
-        cache.length, new = at, [next_id]
+        cache.length, new = at, [int(rows[-1].argmax()) if forced is None else forced[i]]
     return np.stack(rows)
 
 
@@ -50,11 +50,8 @@ def test_greedy(lanes, numerics):
     """24 greedy ids of the golden model. Where the order of summation differs an 8-bit rounding may flip; then ids may differ where
     the reference's top two are closer than the logit error."""
     checkpoint, prompt = Checkpoint.open(GOLDEN), list(range(3, 15))
-    twin, forced = ReferenceOps(NUMERICS[numerics]), []
-    for _ in range(23):
-        forced.append(int(steps(twin, reference.forward.forward, checkpoint, prompt, forced)[-1].argmax()))
-    theirs = steps(twin, reference.forward.forward, checkpoint, prompt, forced)
-    mine = steps(op_set(numerics, "emulated", lanes), npglm.forward.forward, checkpoint, prompt, forced)
+    theirs = steps(ReferenceOps(NUMERICS[numerics]), reference.forward.forward, checkpoint, prompt, 24)
+    mine = steps(op_set(numerics, "emulated", lanes), npglm.forward.forward, checkpoint, prompt, 24, theirs.argmax(-1))
     top, error = np.sort(theirs, axis=-1), np.abs(mine - theirs).max(-1)
     different = mine.argmax(-1) != theirs.argmax(-1)
     assert (top[:, -1] - top[:, -2])[different].max(initial=0) <= 2 * error[different].max(initial=0)
@@ -73,8 +70,8 @@ def test_traced_makes_every_probe(model):
     ops, twin = op_set("f32", "emulated"), ReferenceOps(NUMERICS["f32"])
     prompt = [5, 9, 2, 200, 17, 3, 8, 100, 44, 45, 46]
     theirs, mine = Recorder(twin), Recorder(ops)
-    a = steps(twin, reference.forward.forward, model, prompt, [], theirs)
-    b = steps(ops.traced(), npglm.forward.forward, model, prompt, [], mine)
+    a = steps(twin, reference.forward.forward, model, prompt, 1, probe=theirs)
+    b = steps(ops.traced(), npglm.forward.forward, model, prompt, 1, probe=mine)
     assert list(mine.arrays) == list(theirs.arrays)
     for name, array in theirs.arrays.items():
         assert mine.arrays[name].shape == array.shape, name
@@ -84,8 +81,8 @@ def test_traced_makes_every_probe(model):
         else:
             finite = np.isfinite(array)
             assert (np.isfinite(mine.arrays[name]) == finite).all(), name
-            assert np.abs(mine.arrays[name] - array)[finite].max() <= 2e-5 * np.abs(array[finite]).max(), name
-    c = steps(ops, npglm.forward.forward, model, prompt, [])
+            assert np.abs(mine.arrays[name][finite] - array[finite]).max() <= 2e-5 * np.abs(array[finite]).max(), name
+    c = steps(ops, npglm.forward.forward, model, prompt, 1)
     assert np.abs(a - b).max() < 2e-5 * np.abs(a).max()
     assert np.abs(a - c).max() < 2e-5 * np.abs(a).max()
 
@@ -93,9 +90,7 @@ def test_traced_makes_every_probe(model):
 def test_decode_loop(model):
     """The device's own loop gives the ids of plain forward calls, and stops where the cache ends."""
     ops, prompt = op_set("ggml", "emulated"), [5, 9, 2, 200]
-    ids = []
-    for _ in range(4):
-        ids.append(int(steps(ops, npglm.forward.forward, model, prompt, ids)[-1].argmax()))
+    ids = [int(row.argmax()) for row in steps(ops, npglm.forward.forward, model, prompt, 4)]
     weights, config = ops.load(model), model.config
     cache = Cache(config, len(prompt) + 3, ops)
     decoder = ops.decode(npglm.forward.forward, weights, config, cache)

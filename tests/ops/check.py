@@ -70,18 +70,16 @@ PLACES = {"emulated-32": _emulated(32), "emulated-64": _emulated(64), "gpu": _gp
 
 
 def place_parameters() -> list:
+    """Warps of 64 are slow tests: the same kernels compiled once more."""
     from npglm.errors import NpglmError
     from npglm.gpu.device import open_gpu
 
+    marks = {"emulated-64": pytest.mark.slow}
     try:
         open_gpu()
-        why = None
     except NpglmError as error:
-        why = str(error)
-    return [
-        pytest.param(name, marks=pytest.mark.skip(reason=f"needs a GPU: {why}") if name == "gpu" and why else ())
-        for name in PLACES
-    ]
+        marks["gpu"] = pytest.mark.skip(reason=f"needs a GPU: {error}")
+    return [pytest.param(name, marks=marks.get(name, ())) for name in PLACES]
 
 
 every_place = pytest.mark.parametrize("place", place_parameters())

@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType as T
 
 from raw_kernels import DECODED_TYPES
 
-TOKENS = [1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 129]
+TOKENS = [1, 2, 7, 8, 9, 63, 64, 65, 127, 129]
 
 
 def x_of(seed, *shape):
@@ -18,13 +18,16 @@ def x_of(seed, *shape):
 @pytest.mark.parametrize("kind", [T.Q8_0, T.Q2_K])
 @pytest.mark.parametrize("n_tokens", TOKENS)
 def test_linear(place, kind, n_tokens):
-    n_in, n_out = (768, 65) if n_tokens % 2 else (512, 131)
+    n_in, n_out = (768 if kind == T.Q2_K else 544), (65 if n_tokens % 2 else 131)
     w = tensor(np.random.default_rng(n_tokens), kind, n_out, n_in)
     Op(place).check("linear", x_of(n_tokens, n_tokens, n_in), w)
 
 
 @every_place
-@pytest.mark.parametrize("shape", [(63, 32), (64, 96), (1, 288), (129, 2080), (33, 8192)])
+@pytest.mark.parametrize(
+    "shape",
+    [(64, 32), (1, 288), pytest.param((129, 2080), marks=pytest.mark.slow), pytest.param((33, 8192), marks=pytest.mark.slow)],
+)
 def test_linear_q8_0_shapes(place, shape):
     w = tensor(np.random.default_rng(1), T.Q8_0, *shape)
     op = Op(place)
