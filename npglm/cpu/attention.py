@@ -7,7 +7,7 @@ One token: a chunk of keys is an item, and the chunks' parts are joined in order
 
 import numpy as np
 
-from npglm.cpu.jit import inner, kernel
+from npglm.cpu.jit import entry, inner, kernel
 from npglm.cpu.job import get, put
 from npglm.cpu.products import function
 from npglm.cpu.simd import TOKENS as WIDTH
@@ -313,7 +313,7 @@ KERNELS = (attend_chunks, attend_tokens)
 ATTEND_CHUNKS, ATTEND_TOKENS = 6, 7  # where ops.py puts them, after products.KERNELS
 
 
-@inner
+@entry
 def run_attention(ws, q, cache, cache_bytes, top_k, pos, out, n_tokens, n_heads, rank, n_columns, n_keys, scale_bits):
     """q f32 [T,H,R+P] and so on, by address; top_k int32 [T,n_keys] -> out f32 [T,H,R]."""
     at = mark(ws)

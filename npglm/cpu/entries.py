@@ -124,11 +124,6 @@ def linear_heads(ws, x, n_tokens, n_heads, matrix, y):
 
 
 @entry
-def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
-    moe.linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y)
-
-
-@entry
 def queries(ws, h, n_tokens, table, cos, sin, n_heads, nope, n_rope, rank, eps, q_a, q):
     """h f32 [T][D] -> q_a f32 [T][Q], q f32 [T][H][R+P]."""
     at = mark(ws)
@@ -168,21 +163,6 @@ def latents(ws, h, n_tokens, table, cos, sin, rank, n_rope, eps, y):
         elementwise.rms_norm(row, get(tensor(table, KV_A_NORM), W), np.float32(eps), rank, row)
         elementwise.rope(row + 4 * rank, cos + angle, sin + angle, n_rope, row + 4 * rank)
     release(ws, at)
-
-
-@entry
-def attention(ws, q, cache, number_bytes, top_k, pos, out, n_tokens, n_heads, rank, width, n_keys, scale_bits):
-    run_attention(ws, q, cache, number_bytes, top_k, pos, out, n_tokens, n_heads, rank, width, n_keys, scale_bits)
-
-
-@entry
-def indexer_score(ws, q, cache, number_bytes, weights, pos, score, n_tokens, n_heads, n, n_cached):
-    indexer.run_scores(ws, q, cache, number_bytes, weights, pos, score, n_tokens, n_heads, n, n_cached)
-
-
-@entry
-def select_top_k(ws, score, pos, chosen, n_tokens, n_cached, width):
-    indexer.run_top_k(ws, score, pos, chosen, n_tokens, n_cached, width)
 
 
 @entry
@@ -239,20 +219,8 @@ def combine_experts(y, weights, n_tokens, k, n, out):
         moe.combine(y + 4 * n * k * t, 0, weights + 4 * k * t, k, n, out + 4 * n * t)
 
 
-@entry
-def gate_up_swiglu(ws, h, n_tokens, gate, up, y):
-    moe.gate_up_swiglu(ws, h, n_tokens, gate, up, y)
-
-
-@entry
-def dense_ffn(ws, h, n_tokens, table, out):
-    moe.dense_ffn(ws, h, n_tokens, table, out)
-
-
-@entry
-def moe_ffn(ws, h, n_tokens, table, k, norm, scale, out):
-    moe.moe_ffn(ws, h, n_tokens, table, k, norm, np.float32(scale), out)
-
+attention, indexer_score, select_top_k = run_attention, indexer.run_scores, indexer.run_top_k
+linear_experts, gate_up_swiglu, dense_ffn, moe_ffn = moe.linear_experts, moe.gate_up_swiglu, moe.dense_ffn, moe.moe_ffn
 
 # What forward() calls when nobody probes.
 FORWARD = (

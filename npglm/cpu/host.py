@@ -1,11 +1,11 @@
-"""Where the op set's arrays come from. Small ones are used again as soon as nobody holds them, so that decoding allocates nothing."""
+"""Where the op set's arrays come from. Those of one token are used again as soon as nobody holds them: decoding allocates nothing."""
 
 import mmap
 from sys import getrefcount
 
 import numpy as np
 
-POOLED_BYTES = 1 << 20  # larger arrays are left to malloc: prefill makes them, and its sizes vary
+POOLED_BYTES = 1 << 20  # larger arrays, and those of more than one row, are left to malloc: prefill's sizes vary
 UNSHARED = 3  # references to an array that only the pool holds: the pool's list, the loop's variable, getrefcount's argument
 
 
@@ -22,13 +22,13 @@ class Host:
         self.pool: dict[tuple, list[Array]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype) -> Array:
-        free = self.pool.setdefault((shape, dtype), [])
+        free = self.pool.setdefault((shape, dtype), []) if shape[0] == 1 else ()
         for array in free:
             if getrefcount(array) == UNSHARED:
                 return array
         array = np.empty(shape, dtype).view(Array)
         array.address = array.__array_interface__["data"][0]
-        if array.nbytes <= POOLED_BYTES:
+        if shape[0] == 1 and array.nbytes <= POOLED_BYTES:
             free.append(array)
         return array
 

@@ -13,7 +13,7 @@ from npglm.cpu.attention import (
     panels_bytes,
     run_items,
 )
-from npglm.cpu.jit import inner, kernel
+from npglm.cpu.jit import entry, inner, kernel
 from npglm.cpu.job import get, put
 from npglm.cpu.simd import TOKENS as WIDTH
 from npglm.cpu.simd import (
@@ -97,7 +97,7 @@ def score_keys(shared, thread):
                     store_f32(score + 4 * i, load_f32(rows + 4 * (i - s)) if i <= pos else MINUS_INF)
 
 
-@inner
+@entry
 def run_scores(ws, q, cache, cache_bytes, weights, pos, score, n_tokens, n_heads, n, n_cached):
     """q f32 [T,I,J] and so on, by address -> score f32 [T,S]."""
     at = mark(ws)
@@ -190,7 +190,7 @@ def choose_keys(shared, thread):
         choose(get(shared, SCORE) + 4 * n_cached * t, pos + 1, width, counts, get(shared, CHOSEN) + 4 * width * t)
 
 
-@inner
+@entry
 def run_top_k(ws, score, pos, chosen, n_tokens, n_cached, width):
     """score f32 [T,S], pos int32 [T] -> chosen int32 [T,width], by address."""
     at = mark(ws)

@@ -30,12 +30,20 @@ class _Cache(caching.FunctionCache):
     _impl_class = _CacheImpl
 
 
+def _cache(function):
+    try:
+        return _Cache(function)
+    except RuntimeError:  # no folder to write to: compile in every process
+        return caching.NullCache()
+
+
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def entry(function):
-    dispatcher = njit(error_model="numpy", no_cfunc_wrapper=True)(function)
-    dispatcher._cache = _Cache(function)
+def entry(function, parallel=False):
+    """See the module's docstring."""
+    dispatcher = njit(error_model="numpy", no_cfunc_wrapper=True, parallel=parallel)(function)
+    dispatcher._cache = _cache(function)
     return dispatcher
 
 
@@ -58,7 +66,7 @@ class kernel:
         n_args = self.function.__code__.co_argcount
         signature = ((types.int64,) * n_args, types.void)
         made = CFunc(self.function, signature, locals={}, options={"error_model": "numpy"})
-        made._cache = _Cache(self.function)
+        made._cache = _cache(self.function)
         made.compile()
         return made
 

@@ -1,7 +1,7 @@
 """A job: one matrix times some rows of activations, as a row of int64 fields that kernels read by address."""
 
 from npglm.cpu.jit import inner
-from npglm.cpu.simd import load_i64, store_i64
+from npglm.cpu.simd import copy_fields, load_field, store_field
 
 # Of the matrix: W address, KIND (GGUF type id), ROW_BYTES, CHUNK_BYTES (of 256 weights), N columns, ROWS, UNPACK (decoder's address).
 # Of the product: X address of f32 rows, X_STRIDE bytes, Y address of f32 rows, Y_STRIDE bytes, TOKENS; LIST: address of int64
@@ -11,25 +11,17 @@ from npglm.cpu.simd import load_i64, store_i64
     X, X_STRIDE, Y, Y_STRIDE, TOKENS, LIST, SOURCES, FORM, RECORDS, PANELS,
 ) = range(17)  # fmt: skip
 FIELDS = 18
-MATRIX_FIELDS = 7
+MATRIX_FIELDS = 8  # the last is not used: a matrix fills a vector of eight
 BYTES = 8 * FIELDS
 
 
-@inner
-def get(job, field):
-    return load_i64(job + 8 * field)
-
-
-@inner
-def put(job, field, value):
-    store_i64(job + 8 * field, value)
+get, put = load_field, store_field  # (job, field), (job, field, value)
 
 
 @inner
 def make(job, matrix, x, x_stride, y, y_stride, n_tokens):
     """Write a job for the matrix (MATRIX_FIELDS int64 at an address)."""
-    for i in range(MATRIX_FIELDS):
-        put(job, i, get(matrix, i))
+    copy_fields(job, matrix)  # MATRIX_FIELDS; X is overwritten
     put(job, X, x)
     put(job, X_STRIDE, x_stride)
     put(job, Y, y)

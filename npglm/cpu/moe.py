@@ -4,7 +4,7 @@ import numpy as np
 
 from npglm.cpu import job
 from npglm.cpu.elementwise import add, sigmoid, swiglu
-from npglm.cpu.jit import inner
+from npglm.cpu.jit import entry, inner
 from npglm.cpu.job import BYTES, LIST, MATRIX_FIELDS, ROWS, SOURCES, TOKENS, cut, get, make, put
 from npglm.cpu.products import run_products
 from npglm.cpu.simd import fma_f32, load_f32, load_i32, load_i64, store_f32, store_i32, store_i64
@@ -129,7 +129,7 @@ def one_token_jobs(jobs, matrix, n_experts, experts, k, x, x_stride, y, y_stride
         cut(j, n_out * load_i32(experts + 4 * i), n_out)
 
 
-@inner
+@entry
 def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
     """x f32 [T][in] (per_pair: [T][K][in]), experts int32 [T,K] -> y f32 [T][K][out]."""
     at = mark(ws)
@@ -158,7 +158,7 @@ def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
 # --- whole FFNs -------------------------------------------------------------------------------------------------------------
 
 
-@inner
+@entry
 def gate_up_swiglu(ws, h, n_tokens, gate, up, y):
     """h f32 [T][D] -> y f32 [T][F]."""
     at = mark(ws)
@@ -171,7 +171,7 @@ def gate_up_swiglu(ws, h, n_tokens, gate, up, y):
     release(ws, at)
 
 
-@inner
+@entry
 def dense_ffn(ws, h, n_tokens, table, out):
     """h f32 [T][D] -> out f32 [T][D]."""
     at = mark(ws)
@@ -183,7 +183,7 @@ def dense_ffn(ws, h, n_tokens, table, out):
     release(ws, at)
 
 
-@inner
+@entry
 def moe_ffn(ws, h, n_tokens, table, k, norm, scale, out):
     """h f32 [T][D] -> out f32 [T][D]: routed experts and the shared one. Three rounds of products, each over all threads at once."""
     at = mark(ws)
@@ -201,7 +201,17 @@ def moe_ffn(ws, h, n_tokens, table, k, norm, scale, out):
     swiglu(shared_gate, shared_up, n_tokens * n_shared, shared_gate)
     bias = get(tensor(table, BIAS), job.W)
     for t in range(n_tokens):
-        route(ws, logits + 4 * n_experts * t, bias, n_experts, k, norm, scale, experts + 4 * k * t, weights + 4 * k * t)
+        route(
+            ws,
+            logits + 4 * n_experts * t,
+            bias,
+            n_experts,
+            k,
+            norm,
+            np.float32(scale),
+            experts + 4 * k * t,
+            weights + 4 * k * t,
+        )
 
     gate, up, down = take(ws, 4 * n_pairs * n_ffn), take(ws, 4 * n_pairs * n_ffn), take(ws, 4 * n_pairs * n)
     place = 0

@@ -24,7 +24,7 @@ from npglm.cpu.job import (
 )
 from npglm.cpu.matvec import SCRATCH, rows
 from npglm.cpu.simd import TOKENS as WIDTH
-from npglm.cpu.simd import call_2, call_3, call_4, call_7, fetch_add_one, load_i64, store_i64
+from npglm.cpu.simd import call_2, call_3, call_4, call_7, fetch_add_one, load_field, load_i64, store_i64
 from npglm.cpu.threads import on_all_threads
 from npglm.cpu.tiles import rows_per_item, scratch_bytes, tile_rows
 from npglm.cpu.workspace import exact, mark, n_threads, release, take
@@ -41,7 +41,7 @@ TAKE_ITEMS, KEEP_ROW, PACK_PANEL, ROWS_KERNEL, TILE_ROWS, PRODUCTS = range(6)  #
 @inner
 def function(ws, index):
     """The address of a kernel."""
-    return load_i64(ws + 8 * (workspace.KERNELS + index))
+    return load_field(ws, workspace.KERNELS + index)
 
 
 @inner

@@ -64,9 +64,7 @@ i16x8, i16x16, i16x32 = (Vec("i16", n) for n in (8, 16, 32))
 i32x8, i32x16 = Vec("i32", 8), Vec("i32", 16)
 f32x8, f32x16 = Vec("f32", 8), Vec("f32", 16)
 tile_i32, tile_f32 = Tile(i32x16), Tile(f32x16)
-i8, u8, i16, i32, u32, i64, f32, none = (
-    types.int8, types.uint8, types.int16, types.int32, types.uint32, types.int64, types.float32, types.none,
-)  # fmt: skip
+i8, i16, i32, i64, f32, none = types.int8, types.int16, types.int32, types.int64, types.float32, types.none
 
 
 def define(result, *params):
@@ -239,7 +237,7 @@ def _narrow_f16(builder, value):
         builder.add(bits, odd), const((15 - 127 << 23) + 0xFFF & 0xFFFFFFFF)
     )  # round: to 10 bits, ties to even
     normal = builder.lshr(normal, const(13))
-    magic = const(113 - 1 + 24 - 10 + 0 << 23)  # 2^(-14+24-10-... ): adding it lets the FPU round a subnormal
+    magic = const(126 << 23)  # 0.5: its last bit is worth 2^-24, as is that of a subnormal f16
     f32_type = value.type
     subnormal = builder.fadd(builder.bitcast(bits, f32_type), builder.bitcast(magic, f32_type))
     subnormal = builder.sub(builder.bitcast(subnormal, i32_type), magic)
@@ -255,13 +253,31 @@ load_i64, load_f32 = _load_int(I64), _load(f32)
 load_i8x16, load_i8x32, load_i8x64, load_i16x8, load_i16x16, load_i16x32 = (
     _load(t) for t in (i8x16, i8x32, i8x64, i16x8, i16x16, i16x32)
 )
-load_i32x8, load_i32x16, load_f32x8, load_f32x16 = (_load(t) for t in (i32x8, i32x16, f32x8, f32x16))
-load_f16, load_f16x8, load_f16x16 = _load(f32, I16), _load(f32x8, I16), _load(f32x16, I16)  # -> f32
+load_i32x16, load_f32x8, load_f32x16 = (_load(t) for t in (i32x16, f32x8, f32x16))
+load_f16, load_f16x16 = _load(f32, I16), _load(f32x16, I16)  # -> f32
 store_i8, store_i16, store_i32, store_f32, store_i64 = (_store(t) for t in (i8, i16, i32, f32, i64))  # low bits
-store_i8x16, store_i8x32, store_i8x64, store_i32x8, store_i32x16, store_f32x8, store_f32x16 = (
-    _store(t) for t in (i8x16, i8x32, i8x64, i32x8, i32x16, f32x8, f32x16)
+store_i8x16, store_i8x32, store_i8x64, store_i32x8, store_f32x8, store_f32x16 = (
+    _store(t) for t in (i8x16, i8x32, i8x64, i32x8, f32x8, f32x16)
 )
 store_f16, store_f16x16 = _store(f32, I16), _store(f32x16, I16)  # round: f16
+
+
+@define(i64, i64, i64)
+def load_field(builder, address, index):
+    """Of an array of int64."""
+    return builder.load(builder.gep(_pointer(builder, address, I64), [index]), align=8)
+
+
+@define(none, i64, i64, i64)
+def store_field(builder, address, index, value):
+    builder.store(value, builder.gep(_pointer(builder, address, I64), [index]), align=8)
+
+
+@define(none, i64, i64)
+def copy_fields(builder, to, source):
+    """Eight int64."""
+    fields = ir.VectorType(I64, 8)
+    builder.store(builder.load(_pointer(builder, source, fields), align=8), _pointer(builder, to, fields), align=8)
 
 
 @define(types.float64, i64)
@@ -300,7 +316,7 @@ def _call_op(n_args):
     return call
 
 
-call_2, call_3, call_4, call_5, call_6, call_7 = (_call_op(n) for n in range(2, 8))
+call_2, call_3, call_4, call_5, call_7 = (_call_op(n) for n in (2, 3, 4, 5, 7))
 
 
 @define(i64, i64)
@@ -369,18 +385,6 @@ def _extreme(name, operation):
 maximum, minimum = _extreme("maximum", ">"), _extreme("minimum", "<")  # b where one is NaN
 
 
-@define(f32x16, i32x16)
-def as_f32x16(builder, v):
-    """The same bits."""
-    return builder.bitcast(v, f32x16.ir)
-
-
-@define(i32x16, f32x16)
-def as_i32x16(builder, v):
-    """The same bits."""
-    return builder.bitcast(v, i32x16.ir)
-
-
 @define(f32, i64)
 def as_f32(builder, v):
     """The same bits, the low 32."""
@@ -409,17 +413,6 @@ def load_bf16x16(builder, address):
     bits = builder.load(_pointer(builder, address, ir.VectorType(I16, 16)), align=1)
     wide = builder.shl(builder.zext(bits, i32x16.ir), _constant(i32x16.ir, 16))
     return builder.bitcast(wide, f32x16.ir)
-
-
-@define(i32x16, f32x16)
-def truncate_i32x16(builder, v):
-    return builder.fptosi(v, i32x16.ir)
-
-
-@define(f32x16, f32x16)
-def reciprocal(builder, v):
-    """1 / v, correctly rounded."""
-    return builder.fdiv(_constant(v.type, 1.0), v)
 
 
 def _fma(builder, a, b, c):
@@ -604,12 +597,11 @@ def _keep(builder, w):
     return builder.xor(w, _constant(w.type, -128)) if VNNI else w
 
 
-KEEP_OFFSET = 128 if VNNI else 0
 dot2_i32x8 = define(i32x8, i32x8, i16x16, i16x16)(_pieces(_dot2, MAX_LANES))
 dot2_i32x16 = define(i32x16, i32x16, i16x32, i16x32)(_pieces(_dot2, MAX_LANES))
 dot4_i32x16 = define(i32x16, i32x16, i8x64, i8x64)(_pieces(_dot4_unsigned, MAX_LANES))
 dot4_kept_i32x8 = define(i32x8, i32x8, i8x32, i8x32)(_pieces(_dot4_kept, MAX_LANES))
-keep_i8x32, keep_i8x64 = define(i8x32, i8x32)(_keep), define(i8x64, i8x64)(_keep)
+keep_i8x32 = define(i8x32, i8x32)(_keep)
 
 
 @define(i32x8, i64)
@@ -702,11 +694,6 @@ def bytes_i8x16(builder, low, high):
 @define(i16x16, i8x16)
 def widen_i8x16(builder, v):
     return builder.zext(v, i16x16.ir)
-
-
-@define(i8x64, i8x32, i8x32)
-def join_i8x32(builder, a, b):
-    return _join(builder, a, b)
 
 
 @define(i8x32, i64, i64, i64, i64)

@@ -1,8 +1,12 @@
 """How work is shared among threads: items are handed out one by one, so results do not depend on who computes what."""
 
-from numba import config, get_num_threads, njit, prange, set_num_threads, threading_layer
+import os
+from functools import partial
+from pathlib import Path
 
-from npglm.cpu.jit import kernel
+from numba import config, get_num_threads, prange, set_num_threads, threading_layer
+
+from npglm.cpu.jit import entry, kernel
 from npglm.cpu.simd import call_2
 from npglm.errors import NpglmError
 
@@ -10,7 +14,7 @@ from npglm.errors import NpglmError
 config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 
-@njit(parallel=True, error_model="numpy", cache=True)
+@partial(entry, parallel=True)
 def on_all_threads(kernel, arguments, n_threads):
     """Call the kernel at address `kernel` with (arguments, thread) on each thread. The one parallel region of this package."""
     for thread in prange(n_threads):
@@ -24,9 +28,6 @@ def _nothing(arguments, thread):
 
 def physical_cores() -> int:
     """Cores that this process may use, hyperthreads counted once."""
-    import os
-    from pathlib import Path
-
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in cpus:

@@ -36,7 +36,7 @@ class Matrix:
         chunk_bytes = 256 * BLOCK_BYTES[kind] // BLOCK[kind]
         unpack = unpacker(kind).address if GGML_QUANT_SIZES[T(kind)][0] > 1 else 0
         address, row_bytes = self.data.__array_interface__["data"][0], self.data.nbytes // self.data.shape[0]
-        self.fields = np.array([address, kind, row_bytes, chunk_bytes, self.n_in, self.data.shape[0], unpack], np.int64)
+        self.fields = np.array([address, kind, row_bytes, chunk_bytes, self.n_in, self.data.shape[0], unpack, 0], np.int64)
         self.at = self.fields.ctypes.data
 
 

@@ -1,0 +1,26 @@
+"""scripts/bench.py as a person runs it, on a model that takes no time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ROOT / "tests/golden/small.Q2_K.gguf"
+
+
+@pytest.mark.oracle
+def test_bench_compares_with_llama_cpp(tmp_path):
+    out = tmp_path / "figures.json"
+    sizes = ["--prompts", "8,40", "--depths", "0,20", "--rounds", "2", "--decode", "4", "--threads", "1"]
+    command = [sys.executable, ROOT / "scripts/bench.py", "--model", SMALL, *sizes, "--json", out]
+    run = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "| decode at 20 | 1 |" in run.stdout
+    figures = json.loads(out.read_text())
+    assert max(figures["logits"]["f32: cpu against reference"]["relative_l2"]) <= 1e-5
+    assert figures["logits"]["f32: cpu against reference"]["same_argmax"] == 8
+    assert [row["what"] for row in figures["rows"]] == ["decode at 0", "decode at 20", "prefill of 8", "prefill of 40"]
+    assert all(len(row["ours"]) == len(row["theirs"]) == 2 for row in figures["rows"])
