@@ -1,6 +1,7 @@
 """The import rule of the code base, and what the wheel must hold."""
 
 import ast
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -92,3 +93,21 @@ def test_every_public_op_of_the_reference_is_bound_and_documented():
             if isinstance(node, ast.FunctionDef) and path.name != "__init__.py" and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
                 assert node.name in verbs | {"round_activations"}, f"{path}: {node.name} is not in VERBS"
+
+
+def test_every_op_has_its_twins_and_a_case():
+    """A verb of the reference is a verb of every production op set, with the same leading arguments, and tests/ops has a case for it."""
+    import npglm.cpu.ops
+    import npglm.gpu.ops
+    from reference import ops
+
+    cases = "".join(path.read_text() for path in files("tests/ops"))
+    for verb in ops.VERBS + ops.EXACT:
+        mine = [p for p in inspect.signature(verb).parameters if p != "num"]
+        for production in (npglm.gpu.ops, npglm.cpu.ops):
+            twin = {getattr(v, "__name__", v): v for v in production.VERBS}.get(verb.__name__)
+            assert twin is not None, f"{production.__name__} has no {verb.__name__}"
+            if callable(twin):
+                theirs = [p for p in inspect.signature(twin).parameters if p not in ("ops", "self")]
+                assert theirs[: len(mine)] == mine, f"{production.__name__}: {verb.__name__}{theirs}, expected {mine}"
+        assert f'"{verb.__name__}"' in cases, f"tests/ops has no case for {verb.__name__}"

@@ -40,6 +40,7 @@ from npglm.cpu.simd import (
     store_i16,
     store_i32,
     store_i32x8,
+    sum_f32x16,
     sum_fours,
     sum_low_high,
     to_i8x16,
@@ -102,6 +103,15 @@ def _add_up(record, n, g):
 
 
 @inner
+def _poison(x, n):
+    """0, or NaN if one of x f32 [n] is NaN or inf: 8-bit integers could not show it. n a multiple of 16."""
+    total = splat_f32x16(np.float32(0))
+    for i in range(0, n, 16):
+        total = total + load_f32x16(x + 4 * i) * splat_f32x16(np.float32(0))
+    return sum_f32x16(total)
+
+
+@inner
 def quantize_q8_0(x, record, n):
     """x f32 [n] at an address -> its record; bit for bit reference.ops.quant.quantize_q8_0."""
     for g in range(n // 32):
@@ -109,7 +119,7 @@ def quantize_q8_0(x, record, n):
         amax = lane_max(maximum(absolute(load_f32x16(at)), absolute(load_f32x16(at + 64))))
         factor = np.float32(127) / amax if amax != 0 else np.float32(0)
         _quantize(at, record + 32 * g, 32, factor)
-        store_f32(d_at(record, n) + 4 * g, f16_to_f32(f16_bits(amax / np.float32(127))))  # round: f16 scale
+        store_f32(d_at(record, n) + 4 * g, f16_to_f32(f16_bits(amax / np.float32(127))) + _poison(at, 32))  # round: f16 scale
         _add_up(record, n, g)
 
 
@@ -127,7 +137,7 @@ def quantize_q8_k(x, record, n):
         if -lowest > largest or (-lowest == largest and _comes_first(at, lowest, largest)):
             largest = lowest
         factor = np.float32(-127) / largest if largest != 0 else np.float32(0)
-        d = np.float32(1) / factor if factor != 0 else np.float32(0)
+        d = (np.float32(1) / factor if factor != 0 else np.float32(0)) + _poison(at, 256)
         _quantize(at, q, 256, factor)
         for g in range(8):
             store_f32(d_at(record, n) + 32 * b + 4 * g, d)

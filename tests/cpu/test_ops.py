@@ -5,6 +5,7 @@ import types
 import check
 import pytest
 import test_attention
+import test_coarse
 import test_elementwise
 import test_indexer
 import test_matmul
@@ -41,7 +42,7 @@ def _here(case):
     return copy
 
 
-for _module in (test_attention, test_elementwise, test_indexer, test_matmul, test_moe, test_quant):
+for _module in (test_attention, test_coarse, test_elementwise, test_indexer, test_matmul, test_moe, test_quant):
     for _name, _case in list(vars(_module).items()):
         if _name.startswith("test_") and _name not in NOT_HERE and hasattr(_case, "pytestmark"):
             globals()[_name] = _here(_case)

@@ -116,7 +116,14 @@ class Op:
 
     def run(self, verb: str, *args, **options):
         """The verb's result on the place, as NumPy; canaries checked. A tuple for several results."""
-        result = getattr(self.ops, verb)(*map(self.there, args), **options)
+        return self.run_on(verb, *map(self.there, args), **options)
+
+    def run_on(self, verb: str, *args, **options):
+        """run() with arguments that are on the place already."""
+        result = getattr(self.ops, verb)(*args, **options)
+        if result is None:
+            self.ops.device.verify()
+            return None
         many = result if isinstance(result, tuple) else (result,)
         host = tuple(np.array(self.ops.numpy(r)) for r in many)
         self.ops.device.verify()

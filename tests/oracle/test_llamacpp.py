@@ -137,7 +137,7 @@ def test_the_scripts_metadata(script):
         (["none.gguf", "--tokens", "1"], "No such file or directory"),
         (["vocab-151k.gguf", "--tokens", "1"], "no tensors"),
         (["small.Q2_K.gguf", "--tokens", "1", "-o", "nowhere/x"], "nowhere/x: cannot be written: No such file or directory"),
-        (["small.Q2_K.gguf", "--tokens", "1", "--threads", "0"], "--threads: expected 1 or more, found 0"),
+        (["small.Q2_K.gguf", "--tokens", "1", "--threads", "0"], "--threads: expected 1 to 512, found 0"),
     ],
 )
 def test_bad_input_is_one_line(words, message, tmp_path):

@@ -1,0 +1,71 @@
+"""Embedding rows, cache rows, and the verbs of several small ones: queries, latents, the indexer."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from check import Op, both_numerics, every_place, tensor
+from gguf import GGMLQuantizationType as T
+from test_matmul import x_of
+
+CONFIG = SimpleNamespace(
+    n_heads=3, nope=96, rope=16, q_rank=224, kv_rank=128, indexer_heads=5, indexer_dim=64, indexer_top_k=4, rms_eps=1e-5,
+    indexer_eps=1e-6, indexer_scale=(5 * 64) ** -0.5,
+)  # fmt: skip
+HIDDEN, POS = 256, np.array([2, 3, 4, 5, 6, 7, 8, 9, 10], np.int32)
+
+
+def weights() -> SimpleNamespace:
+    rng, c = np.random.default_rng(11), CONFIG
+    return SimpleNamespace(
+        attn_q_a=tensor(rng, T.Q8_0, c.q_rank, HIDDEN), attn_q_a_norm=tensor(rng, T.F32, c.q_rank),
+        attn_q_b=tensor(rng, T.Q8_0, c.n_heads * (c.nope + c.rope), c.q_rank),
+        attn_k_b=tensor(rng, T.Q8_0, c.n_heads, c.kv_rank, c.nope),
+        attn_kv_a_mqa=tensor(rng, T.Q8_0, c.kv_rank + c.rope, HIDDEN), attn_kv_a_norm=tensor(rng, T.F32, c.kv_rank),
+        indexer_attn_q_b=tensor(rng, T.Q8_0, c.indexer_heads * c.indexer_dim, c.q_rank),
+        indexer_attn_k=tensor(rng, T.Q8_0, c.indexer_dim, HIDDEN), indexer_k_norm=tensor(rng, T.F32, c.indexer_dim),
+        indexer_k_norm_bias=tensor(rng, T.F32, c.indexer_dim), indexer_proj=tensor(rng, T.Q8_0, c.indexer_heads, HIDDEN),
+    )  # fmt: skip
+
+
+@every_place
+@both_numerics
+def test_embed_and_store(place, numerics):
+    op = Op(place, numerics)
+    table, tokens = tensor(np.random.default_rng(1), T.Q8_0, 37, 96), np.array([5, 0, 36, 5], np.int32)
+    stored_plain = {"fast": False} if hasattr(op.ops, "rounds") else {}  # a GPU rearranges matrices, but not an embedding table
+    assert np.array_equal(
+        op.run_on("embed", op.there(tokens), op.ops.weight(table, **stored_plain)), op.twin.embed(tokens, table)
+    )
+    cache = np.full((23, 80), np.nan, op.ops.cache_dtype)
+    rows, there = x_of(3, len(POS), 80), op.there(cache)
+    op.run_on("store", there, op.there(rows), op.there(POS))
+    op.twin.store(cache, rows, POS)
+    assert np.array_equal(op.ops.numpy(there), cache, equal_nan=True)
+
+
+@every_place
+@both_numerics
+@pytest.mark.parametrize("n_tokens", [1, 9])
+def test_queries_and_latents(place, numerics, n_tokens):
+    op = Op(place, numerics)
+    table = op.twin.rope_table(POS[:n_tokens], CONFIG.rope, 8e6)
+    op.check("queries", x_of(4, n_tokens, HIDDEN), weights(), table, CONFIG)
+    op.check("latents", x_of(5, n_tokens, HIDDEN), weights(), table, CONFIG)
+
+
+@every_place
+@both_numerics
+@pytest.mark.parametrize("n_tokens", [1, 9])
+def test_indexer(place, numerics, n_tokens):
+    """The rows that the cache holds before POS count, the NaN behind them does not."""
+    op = Op(place, numerics)
+    cache = np.full((17, CONFIG.indexer_dim), np.nan, op.ops.cache_dtype)
+    cache[:2] = x_of(6, 2, CONFIG.indexer_dim)
+    pos = POS[:n_tokens]
+    table = op.twin.rope_table(pos, CONFIG.rope, 8e6)
+    args = (x_of(7, n_tokens, HIDDEN), x_of(8, n_tokens, CONFIG.q_rank), weights(), cache, table, pos, CONFIG)
+    fused = op.run("indexer", *args)  # may be as wide as the cache allows
+    top_k = Op(place, numerics, traced=True).check("indexer", *args)
+    assert top_k.shape == (n_tokens, min(CONFIG.indexer_top_k, pos[-1] + 1))
+    assert [{i for i in row if i >= 0} for row in fused.tolist()] == [{i for i in row if i >= 0} for row in top_k.tolist()]
