@@ -146,3 +146,10 @@ def test_what_readme_shows_is_what_is_printed():
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout == output, command
+
+
+def test_readme_s_python_runs():
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == " Paris\n"

@@ -173,3 +173,10 @@ def recorder(file, checkpoint, tokens, numerics: str, layers=None, patterns=None
     if not wanted:
         raise NpglmError(f"no probe matches {' '.join(patterns)}; for example: --probes 'ffn_*' l_out")
     return Recorder(file, checkpoint.config, len(tokens), wanted, describe_run(checkpoint, tokens, numerics), dtype)
+
+
+def torch_recorder(model, names="transformers"):
+    """npglm.trace.torch_record.torch_recorder: hook a torch module tree by a name table. Needs torch."""
+    from npglm.trace import torch_record
+
+    return torch_record.torch_recorder(model, names)
