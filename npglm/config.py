@@ -69,6 +69,16 @@ class GlmConfig:
     def is_moe(self, layer: int) -> bool:
         return layer >= self.n_dense
 
+    def check_tokens(self, tokens: list[int]) -> None:
+        """Raise NpglmError for an empty prompt, one longer than the model's context, or an id outside the vocabulary."""
+        if not tokens:
+            raise NpglmError("the prompt is empty")
+        if len(tokens) > self.context_length:
+            raise NpglmError(f"context overflow: {len(tokens)} tokens, the model's context is {self.context_length}")
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise NpglmError(f"token id {token} is outside the vocabulary of {self.vocab}")
+
     @classmethod
     def from_metadata(cls, metadata: dict, source: str) -> "GlmConfig":
         """Read the `glm-dsa.*` keys. Raises NpglmError that names `source` and the key."""

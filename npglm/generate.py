@@ -27,16 +27,6 @@ class Model:
     def cache(self, capacity: int) -> Cache:
         return Cache(self.config, capacity, self.ops)
 
-    def check(self, tokens: list[int]) -> None:
-        """Raise NpglmError for an empty prompt, one longer than the model's context, or an id outside the vocabulary."""
-        if not tokens:
-            raise NpglmError("the prompt is empty")
-        if len(tokens) > self.config.context_length:
-            raise NpglmError(f"context overflow: {len(tokens)} tokens, the model's context is {self.config.context_length}")
-        for token in tokens:
-            if not 0 <= token < self.config.vocab:
-                raise NpglmError(f"token id {token} is outside the vocabulary of {self.config.vocab}")
-
     def run(self, cache: Cache, tokens, probe=NO_PROBE, every_row=False, last_layer=None, chunk: int = CHUNK) -> np.ndarray:
         """Put `tokens` behind what the cache holds, a chunk at a time. Returns logits [1,Y] of the last one.
 

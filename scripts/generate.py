@@ -86,7 +86,7 @@ def main(argv=None):
     chat = Conversation(model, tokenizer, args.system, args.think, args.ctx) if args.chat or args.interactive else None
 
     def answer(ids: list[int]):
-        model.check(ids)
+        model.config.check_tokens(ids)
         cache = (
             chat.cache_for(ids, args.max_tokens)
             if chat

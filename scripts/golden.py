@@ -57,7 +57,7 @@ def main(argv=None):
         tokens = raw_prompt(Tokenizer.from_metadata(checkpoint.metadata, checkpoint.path.name), args.prompt)
     forward, ops = pick(args)
     model = Model(checkpoint, forward, ops.traced())
-    model.check(tokens)
+    model.config.check_tokens(tokens)
     last = max(args.layers) if args.layers else config.n_layers - 1
     dtype = np.float64 if ops.numerics.name == "f64" else np.float32
     with cli.whole_file(args.out, checkpoint.paths) as file, LayerProgress(last + 1, n_chunks(len(tokens))) as progress:

@@ -96,14 +96,8 @@ def record_nodes(
     with llama.cpp's last words.
     """
     llama_cpp = need_llama_cpp()
-    config, n = checkpoint.config, len(tokens)
-    if not tokens:
-        raise NpglmError("the prompt is empty")
-    for token in tokens:
-        if not 0 <= token < config.vocab:
-            raise NpglmError(f"token id {token} is outside the vocabulary of {config.vocab}")
-    if n > config.context_length:
-        raise NpglmError(f"context overflow: {n} tokens, the model has room for {config.context_length}")
+    checkpoint.config.check_tokens(tokens)
+    n = len(tokens)
     ggml, nodes, failed, interrupts = _Ggml(llama_cpp), [], [], []
 
     def on_node(tensor, ask, _):
