@@ -32,6 +32,7 @@ def parse(argv):
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--decode", type=int, default=16, metavar="N", help="tokens decoded a round")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's CPU time; for 1 thread")
+    parser.add_argument("--kernels", action="store_true", help="single products against ggml's, instead of the model")
     parser.add_argument("--no-check", action="store_true", help="do not compare logits first")
     parser.add_argument("--json", metavar="OUT", help="write the figures there")
     return parser.parse_args(argv)
@@ -129,6 +130,26 @@ def check(checkpoint, n_threads: int) -> dict:
     return found
 
 
+def kernels(counts: list[int], args) -> int:
+    import npglm.cpu
+    from npglm.cpu import bench
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from synth import random_blocks
+
+    print(f"{platform.processor() or platform.machine()}, tier {npglm.cpu.tier()}")
+    rows, rng = [], np.random.default_rng(1)
+    for n in counts:
+        bandwidth = bench.read_bandwidth(n, args.clock)
+        print(f"read bandwidth, {n} threads: {bandwidth / 1e9:.1f} GB/s", flush=True)
+        rows += bench.measure_kernels(
+            lambda *shape: random_blocks(*shape, rng), n, args.rounds, bandwidth, args.clock, lambda s: print(s, flush=True)
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+    return 0
+
+
 def main(argv=None) -> int:
     args = parse(argv)
     if args.faults:
@@ -156,6 +177,8 @@ def main(argv=None) -> int:
     counts = args.threads or sorted({1, cores})
     if args.clock == "cpu" and counts != [1]:
         raise NpglmError("--clock cpu counts all threads' time together: use --threads 1")
+    if args.kernels:
+        return kernels(counts, args)
     checkpoint = npglm.load(args.model or full_width())
     print(
         f"{platform.processor() or platform.machine()}, {cores} cores, tier {npglm.cpu.tier()}, {checkpoint.path.name}",

@@ -6,15 +6,18 @@ only the ratios mean something, and with several threads hardly they: `clock="cp
 
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
+from gguf import GGMLQuantizationType as T
 
 import npglm.cpu
 from npglm.cpu import job, threads
 from npglm.cpu.host import address_of
 from npglm.cpu.jit import entry, kernel
-from npglm.cpu.llamacpp import opened
+from npglm.cpu.llamacpp import GgmlProducts, opened
 from npglm.cpu.simd import fetch_add_one, load_i32x16, prefetch, splat_i32x16, store_i64, sum_i32x16
+from npglm.cpu.weights import Matrix
 from npglm.forward import forward
 from npglm.generate import Model
 
@@ -99,6 +102,80 @@ def measure(checkpoint, n_threads: int, prompts, depths, rounds: int, n_decode: 
             rows.append(row)
             say(" | ".join(row.cells(1e99)[:5]))
     return rows
+
+
+# --- single products --------------------------------------------------------------------------------------------------------
+
+# name, type, columns, rows, tokens, matrices: those of one token together outgrow any cache.
+KERNELS = (
+    ("attn_output", T.Q8_0, 16384, 6144, 1, 10),
+    ("attn_q_b", T.Q8_0, 2048, 16384, 1, 30),
+    ("expert gate", T.Q2_K, 6144, 2048, 1, 256),
+    ("expert down", T.Q2_K, 2048, 6144, 1, 256),
+    *(
+        ("expert gate", kind, 6144, 2048, 1, 128)
+        for kind in (
+            T.Q3_K,
+            T.Q4_K,
+            T.Q5_K,
+            T.Q6_K,
+            T.IQ1_M,
+            T.IQ2_XXS,
+            T.IQ2_XS,
+            T.IQ2_S,
+            T.IQ3_XXS,
+            T.IQ3_S,
+            T.IQ4_XS,
+            T.IQ4_NL,
+        )
+    ),
+    *(("expert gate", kind, 6144, 2048, n, 2) for kind in (T.Q8_0, T.Q2_K) for n in (16, 64, 512)),
+)
+KERNEL_HEAD = ["product", "type", "threads", "ggml", "npglm", "ratio (spread)", "of read bandwidth", "relative difference"]
+
+
+def measure_kernels(blocks, n_threads: int, rounds: int, bandwidth: float, clock: str, say=print) -> list[list[str]]:
+    """Rows of KERNEL_HEAD: each product of KERNELS in ggml and here, in turns, on the same bytes.
+
+    blocks(type, n_rows, n_cols) gives encoded rows, uint8. GB/s of weights for one token, else billions of multiplications a second.
+    """
+    ops, now, table = npglm.cpu.op_set("ggml", n_threads), CLOCKS[clock], []
+    say("\n".join("| " + " | ".join(cells) + " |" for cells in (KERNEL_HEAD, ["---"] * len(KERNEL_HEAD))))
+    for name, kind, n_in, n_out, n_tokens, count in KERNELS:
+        with GgmlProducts(int(kind), count, n_in, n_out, n_tokens) as ggml:
+            data = blocks(kind, n_out, n_in)
+            for w in ggml.weights:
+                w[...] = data
+            ggml.x[...] = np.random.default_rng(0).standard_normal(ggml.x.shape, np.float32)
+            x = np.array(ggml.x)
+            matrices = [
+                Matrix(SimpleNamespace(name=name, source="", shape=(n_out, n_in), type=kind, data=w)) for w in ggml.weights
+            ]
+
+            def ours(x=x, matrices=matrices):
+                for w in matrices:
+                    y = ops.linear(x, w)
+                return y
+
+            seconds = []
+            for _ in range(rounds + 1):  # the first warms up
+                for run in (lambda ggml=ggml: ggml.run(n_threads), ours):
+                    started = now()
+                    y = run()
+                    seconds.append(now() - started)
+            work = data.nbytes * count if n_tokens == 1 else n_in * n_out * n_tokens * count
+            theirs, mine = np.array(seconds[2:]).reshape(-1, 2).T
+            ratios, speed = theirs / mine, work / np.median(mine) / 1e9
+            away = float(np.linalg.norm(y - ggml.y[-1]) / np.linalg.norm(ggml.y[-1]))
+            unit = "GB/s" if n_tokens == 1 else "GMAC/s"
+            table.append([
+                f"{name} {n_in} to {n_out}, {n_tokens} token{'s' * (n_tokens > 1)}", kind.name, str(n_threads),
+                f"{work / np.median(theirs) / 1e9:.1f} {unit}", f"{speed:.1f} {unit}",
+                f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})",
+                f"{speed * 1e9 / bandwidth:.0%}" if n_tokens == 1 else "", f"{away:.0e}",
+            ])  # fmt: skip
+            say("| " + " | ".join(table[-1]) + " |")
+    return table
 
 
 # --- what the machine reads -------------------------------------------------------------------------------------------------

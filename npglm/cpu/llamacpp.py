@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import numpy as np
 
@@ -71,28 +72,62 @@ class LlamaCpp:
         return np.ctypeslib.as_array(logits, (n_rows, self.vocab)).copy()
 
 
-VEC_DOT = ctypes.CFUNCTYPE(
-    None, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t,
-    ctypes.c_int,
-)  # fmt: skip
-FROM_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+class _InitParams(ctypes.Structure):
+    """ggml_init_params of ggml.h."""
+
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
-class _Traits(ctypes.Structure):
-    """ggml_type_traits_cpu of ggml-cpu.h."""
+class GgmlProducts:
+    """A ggml graph of `count` products, each of its own matrix of a type with one x. Use as a context manager.
 
-    _fields_ = [
-        ("from_float", FROM_FLOAT), ("vec_dot", VEC_DOT), ("vec_dot_type", ctypes.c_int), ("n_rows", ctypes.c_int64),
-    ]  # fmt: skip
+    In ggml's memory: weights uint8 [count, n_out, row_bytes], x f32 [T, n_in], y f32 [count, T, n_out], which run() writes.
+    """
 
+    def __init__(self, kind: int, count: int, n_in: int, n_out: int, n_tokens: int):
+        import llama_cpp
 
-def vec_dot(kind: int):
-    """(vec_dot, from_float of the activations' type) of a weight type, as ggml's CPU backend has them."""
-    import llama_cpp
+        llama_cpp.llama_backend_init()
+        self.library = ctypes.CDLL(llama_cpp.llama_cpp._lib._name)  # what it depends on is loaded with it
+        row_bytes = self._call("ggml_row_size", ctypes.c_size_t, ctypes.c_int(kind), ctypes.c_int64(n_in))
+        sizes = count * n_out * row_bytes, 4 * n_tokens * n_in, 4 * count * n_tokens * n_out
+        room = (64 << 20) + 64 * 4 * n_tokens * n_in  # run() takes its scratch from there, each time anew
+        self.context = self._call("ggml_init", ctypes.c_void_p, _InitParams(sum(sizes) + room, None, False))
+        if not self.context:
+            raise NpglmError(f"ggml found no {sum(sizes) + room} bytes")
+        self.graph = self._pointer("ggml_new_graph_custom", ctypes.c_size_t(2 * count + 64), ctypes.c_bool(False))
+        x = self._tensor(0, n_in, n_tokens)
+        matrices = [self._tensor(kind, n_in, n_out) for _ in range(count)]
+        products = [self._pointer("ggml_mul_mat", ctypes.c_void_p(w), ctypes.c_void_p(x)) for w in matrices]
+        for product in products:
+            self._call("ggml_build_forward_expand", None, ctypes.c_void_p(self.graph), ctypes.c_void_p(product))
+        self.x = self._array(x, np.float32, (n_tokens, n_in))
+        self.weights = [self._array(w, np.uint8, (n_out, row_bytes)) for w in matrices]
+        self.y = [self._array(y, np.float32, (n_tokens, n_out)) for y in products]
 
-    llama_cpp.llama_backend_init()
-    library = ctypes.CDLL(llama_cpp.llama_cpp._lib._name)  # what it depends on is loaded with it
-    of = library.ggml_get_type_traits_cpu
-    of.restype, of.argtypes = ctypes.POINTER(_Traits), [ctypes.c_int]
-    traits = of(kind).contents
-    return traits.vec_dot, of(traits.vec_dot_type).contents.from_float
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._call("ggml_free", None, ctypes.c_void_p(self.context))
+
+    def run(self, n_threads: int) -> None:
+        arguments = (ctypes.c_void_p(self.context), ctypes.c_void_p(self.graph), ctypes.c_int(n_threads))
+        if status := self._call("ggml_graph_compute_with_ctx", ctypes.c_int, *arguments):
+            raise NpglmError(f"ggml_graph_compute_with_ctx returned {status}")
+
+    def _tensor(self, kind: int, ne0: int, ne1: int):
+        return self._pointer("ggml_new_tensor_2d", ctypes.c_int(kind), ctypes.c_int64(ne0), ctypes.c_int64(ne1))
+
+    def _pointer(self, name: str, *arguments):
+        return self._call(name, ctypes.c_void_p, ctypes.c_void_p(self.context), *arguments)
+
+    def _call(self, name: str, result, *arguments):
+        function = getattr(self.library, name)
+        function.restype, function.argtypes = result, [type(a) for a in arguments]
+        return function(*arguments)
+
+    def _array(self, tensor, dtype, shape) -> np.ndarray:
+        address = self._call("ggml_get_data", ctypes.c_void_p, ctypes.c_void_p(tensor))
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype).reshape(shape)

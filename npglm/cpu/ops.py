@@ -65,9 +65,10 @@ class CpuOps:
         ops._bind()
         return ops
 
-    def load(self, checkpoint) -> SimpleNamespace:
+    def load(self, checkpoint, progress=None) -> SimpleNamespace:
         """npglm.checkpoint.Checkpoint -> its weights: the mapped bytes, in place. Raises NpglmError for a type without a kernel.
 
+        progress: has nothing to tell, as no bytes are moved.
         Compiles what forward() calls, so that no token waits for it.
         """
         self.ws  # noqa: B018

@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as T
+from synth import random_blocks
+
+from npglm.cpu import bench
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests/golden/small.Q2_K.gguf"
@@ -24,3 +29,14 @@ def test_bench_compares_with_llama_cpp(tmp_path):
     assert figures["logits"]["f32: cpu against reference"]["same_argmax"] == 8
     assert [row["what"] for row in figures["rows"]] == ["decode at 0", "decode at 20", "prefill of 8", "prefill of 40"]
     assert all(len(row["ours"]) == len(row["theirs"]) == 2 for row in figures["rows"])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("kind", "n_tokens"), [(T.Q8_0, 1), (T.Q2_K, 1), (T.Q2_K, 16), (T.Q8_0, 64), (T.IQ3_XXS, 1)])
+def test_products_are_ggmls(monkeypatch, kind, n_tokens):
+    rng, lines = np.random.default_rng(3), []
+    monkeypatch.setattr(bench, "KERNELS", [("gate", kind, 512, 96, n_tokens, 3)])
+    [cells] = bench.measure_kernels(lambda *shape: random_blocks(*shape, rng), 1, 2, 1e9, "wall", lines.append)
+    assert cells[:3] == [f"gate 512 to 96, {n_tokens} token{'s' * (n_tokens > 1)}", kind.name, "1"]
+    assert float(cells[-1]) <= 1e-6
+    assert len(lines) == 2  # the head, then one row
