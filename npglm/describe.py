@@ -230,8 +230,8 @@ def page(facts: dict) -> str:
     if "per_token" in facts:
         lines += ["", *_per_token_lines(facts["per_token"], facts["config"])]
         lines += ["", *_memory_lines(facts["memory"])]
-    for title, key in (("Notes", "notes"), ("Cannot run here", "cannot")):
-        if facts[key]:
+    for title, key in (("Notes", "notes"), ("Runs here", "runs"), ("Cannot run here", "cannot")):
+        if facts.get(key):
             lines += ["", title, *(f"  {line}" for line in facts[key])]
     return "\n".join(lines) + "\n"
 

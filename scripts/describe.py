@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from npglm import cli
 from npglm.checkpoint import read_gguf, shard_paths
+from npglm.cpu.threads import physical_cores
 from npglm.describe import check, describe, page
 from npglm.errors import NpglmError
 
@@ -32,20 +33,25 @@ def parse(argv):
     return args
 
 
-def missing_backends() -> list[str]:
-    missing = []
-    for name in BACKENDS:
+def backends() -> tuple[list[str], list[str]]:
+    """(those that run here, why the others do not)."""
+    runs, cannot = [], []
+    for name in BACKENDS[1:]:
         try:
-            pick(argparse.Namespace(backend=name, numerics=None, threads=None, weight_cache=0.0))
+            _, ops = pick(argparse.Namespace(backend=name, numerics=None, threads=None, weight_cache=0.0))
         except (NpglmError, ImportError) as error:
-            missing.append(str(error))
-    return missing
+            cannot.append(str(error))
+            continue
+        on = {"cpu": lambda ops: f"tier {ops.tier}, {physical_cores()} cores", "gpu": lambda ops: ops.device.name}.get(name)
+        runs.append(f"{name}: {on(ops)}" if on else name)
+    return runs, cannot
 
 
 def main(argv=None) -> int:
     args = parse(argv)
     facts = describe(args.model, args.ctx)
-    facts["cannot"] += missing_backends()
+    facts["runs"], cannot = backends()
+    facts["cannot"] += cannot
     if not args.json:
         print(page(facts), end="", flush=True)
     bad = []
