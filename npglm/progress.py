@@ -31,6 +31,27 @@ class LayerProgress:
         return _Watched(probe, lambda: self._bar.advance(self._task))
 
 
+class LoadProgress:
+    """A bar over bytes that are moved: `with LoadProgress() as p: ops.load(checkpoint, p)`. It appears once there are some."""
+
+    def __init__(self, label: str = "loading"):
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._label, self._task = label, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task(self._label, total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=done)
+
+
 class _Watched:
     def __init__(self, probe, tick):
         self._probe, self._tick = probe, tick

@@ -55,6 +55,11 @@ class Sampler:
             raise NpglmError(f"seed is {seed}, expected an integer, 0 <= seed < 2^64")
         self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
 
+    @property
+    def filters(self) -> bool:
+        """Whether top_k, top_p or min_p can take a token away that temperature alone would leave."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def sample(self, logits: np.ndarray, step: int) -> int:
         """The id chosen from logits [Y] float32. step: how many tokens were generated before; each has one random number.
 

@@ -17,9 +17,13 @@ import numpy as np
 FAMILIES = {
     "embed": ("quant",),
     "activations": ("blocks",),
-    "norm_blocks": ("blocks",),
+    "norm_blocks": ("blocks", "inbox"),
     "elementwise": (),
-    "matvec": (),
+    "matvec": ("blocks", "dots"),
+    "matvec_rounding": ("blocks", "dots"),
+    "matvec_projections": ("dots",),
+    "matvec_rope": ("dots",),
+    "matvec_ffn": ("dots",),
     "matvec_f32": (),
     "matmul": ("rows",),
     "matmul_decoded": ("quant", "rows"),
@@ -30,6 +34,7 @@ FAMILIES = {
     "attention": ("blocks",),
     "attention_f16": (),
     "sample": ("order",),
+    "exchange": ("inbox",),
 }
 
 # family: kernel(argument, ...). An argument is `name dtype[axes]` for an array, `name dtype` for a number. `=`: written;
@@ -43,26 +48,45 @@ activations: quantize_q8_k(x f32[T,n]~, q =s8[T,n], d =f32[T,n/256], sums =i16[T
 activations: round_q8_k_f32(x f32[T,n]~, y =f32[T,n], n_rows i32, n i32, x_stride i64)
 activations: round_bf16_f32(x f32[T,n]~, y =f32[T,n], n_rows i32, n i32, x_stride i64)
 activations: round_f16_f32(x f32[T,n]~, y =f32[T,n], n_rows i32, n i32, x_stride i64)
-norm_blocks: rms_norm_blocks_f32(x f32[T,n], weight f32[n], y =f32[T,n], q =s8[T,n], d =f16[T,n/32], q_k =s8[T,n], d_k =f32[T,n/256], \
-sums =i16[T,n/16], n i32, eps f32)
+norm_blocks: rms_norm_blocks_f32(x f32[T,n], plus ?f32[T,n], total ?=f32[T,n], weight f32[n], y =f32[T,n], q =s8[T,n], \
+d =f16[T,n/32], q_k =s8[T,n], d_k =f32[T,n/256], sums =i16[T,n/16], n i32, eps f32, parts i32)
+norm_blocks: sum_rms_norm_blocks_f32(x f32[1,n], plus f32[1,n], total =f32[1,n], weight f32[n], y =f32[1,n], q =s8[1,n], \
+d =f16[1,n/32], q_k =s8[1,n], d_k =f32[1,n/256], sums =i16[1,n/16], inboxes u64[world], calls =i32[blocks], n i32, eps f32, parts i32, \
+capacity i32, rank i32, world i32)
+norm_blocks: latent_norms_f32(x f32[T,n], weight f32[n], y =f32[T,n], q =s8[T,n], d =f16[T,n/32], q_k =s8[T,n], d_k =f32[T,n/256], \
+sums =i16[T,n/16], n i32, kv f32[T,R+P], kv_weight f32[R], cosine f32[T,P/2], sine f32[T,P/2], latent =f32[T,R+P], rank i32, \
+n_pairs i32, eps f32, parts i32)
 elementwise: add_f32(x f32[n], y f32[n], out =f32[n], n i64)
 elementwise: scale_f32(x f32[n], out =f32[n], n i64, factor f32)
 elementwise: sigmoid_f32(x f32[n], out =f32[n], n i64)
 elementwise: swiglu_f32(gate f32[n], up f32[n], out =f32[n], n i64)
-elementwise: copy_rows_f32(x f32[T,n]~, y =f32[T,n]~, n_rows i32, n i32, x_stride i64, y_stride i64)
+elementwise: zero_i32(x =i32[n], n i64)
 elementwise: rms_norm_f32(x f32[T,n]~, weight f32[n], y =f32[T,n]~, n i32, x_stride i64, y_stride i64, eps f32)
 elementwise: layer_norm_f32(x f32[T,n]~, weight f32[n], bias f32[n], y =f32[T,n]~, n i32, x_stride i64, y_stride i64, eps f32)
 elementwise: rope_table_f32(pos i32[T], frequency f64[P/2], cosine =f32[T,P/2], sine =f32[T,P/2], n_tokens i32, n i32)
 elementwise: rope_f32(x f32[T,heads,P]~, cosine f32[T,P/2], sine f32[T,P/2], y =f32[T,heads,P]~, n_rows i32, heads i32, n i32, \
 x_stride i64, y_stride i64)
+elementwise: index_key_f16(x f32[T,J], weight f32[J], bias f32[J], cosine f32[T,P/2], sine f32[T,P/2], pos i32[T], \
+cache =f16[capacity,J], n i32, n_pairs i32, eps f32)
 elementwise: store_f32(rows f32[T,n], pos i32[T], cache =f32[capacity,n], n_tokens i32, n i32)
 elementwise: store_f16(rows f32[T,n], pos i32[T], cache =f16[capacity,n], n_tokens i32, n i32)
 matvec: matvec_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], experts ?i32[pairs], \
-y =f32[pairs,n_out]~, n_pairs i32, n_out i32, n_matrices i32, x_div i32, y_stride i64)
-matvec: matvec_gate_up_swiglu_<t>(gate u8[W], gate_scales ?u8[W/4], gate_d f16[D], up u8[W], up_scales ?u8[W/4], up_d f16[D], \
-x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], experts ?i32[pairs], y =f32[pairs,n_out], n_out i32, x_div i32)
-matvec: matvec_down_combine_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,K,n_in], x_d any[T,K,blocks], sums ?i16[T,K,n_in/16], \
-experts i32[T,K], weights f32[T,K], y =f32[T,n_out], n_out i32)
+y =f32[pairs,n_out]~, q ?=s8[pairs,n_out], y_d ?=f16[pairs,n_out/32], n_pairs i32, n_out i32, n_matrices i32, x_div i32, y_stride i64)
+matvec_rounding: matvec_rounding_<t>(w u8[W], d f16[D], x f32[pairs,n_in]~, y =f32[pairs,n_out]~, n_out i32, n_matrices i32, \
+x_stride i64, y_stride i64)
+matvec_projections: matvec_projections_<t>(x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], \
+w0 u8[W], scales0 ?u8[W/4], d0 f16[D], y0 =f32[T,n0], n0 i32, w1 u8[W], scales1 ?u8[W/4], d1 f16[D], y1 =f32[T,n1], n1 i32, \
+w2 ?u8[W], scales2 ?u8[W/4], d2 ?f16[D], y2 ?=f32[T,n2], n2 i32, w3 ?u8[W], scales3 ?u8[W/4], d3 ?f16[D], y3 ?=f32[T,n3], n3 i32, \
+n_tokens i32)
+matvec_rope: matvec_rope_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], \
+cosine f32[T,n], sine f32[T,n], y =f32[T,n_out], turned =f32[T,heads,2n]~, n_tokens i32, n_out i32, width i32, first i32, n i32, \
+turned_stride i64)
+matvec_ffn: matvec_gate_up_swiglu_<t>(gate u8[W], gate_scales ?u8[W/4], gate_d f16[D], up u8[W], up_scales ?u8[W/4], up_d f16[D], \
+x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], experts ?i32[pairs], y =f32[pairs,n_out], n_out i32, x_div i32, \
+settled i32)
+matvec_ffn: matvec_down_combine_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,K,n_in], x_d any[T,K,blocks], sums ?i16[T,K,n_in/16], \
+experts i32[T,K], weights f32[T,K], beside ?f32[T,n_out], y =f32[T,n_out], n_out i32, \
+settled i32)
 matvec_f32: matvec_f32_f32(w f32[n_out,n_in], x f32[T,n_in], y =f32[T,n_out], n_in i32, n_out i32)
 matmul: matmul_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], order ?i32[pairs], \
 tile_expert ?i32[tiles], tile_first ?i32[tiles], first ?i32[E+1], y =f32[pairs,n_out]~, n_tokens i32, n_out i32, \
@@ -75,17 +99,24 @@ moe: route_f32(logits f32[T,E], bias ?f32[E], probs ?=f32[T,E], biased ?=f32[T,E
 weights_norm ?=f32[T,K], weights_scaled =f32[T,K], n i32, n_chosen i32, normalise i32, min_sum f32, scale f32)
 moe: moe_sort(experts i32[T,K], order =i32[T*K], first =i32[E+1], n_pairs i32, n_experts i32)
 moe: moe_tiles(first i32[E+1], tile_expert =i32[tiles], tile_first =i32[tiles], n_experts i32, n_tiles i32, width i32)
+moe: zero_pairs_f32(experts i32[pairs], y =f32[pairs,n]~, n i32, y_stride i64)
 moe: combine_experts_f32(y f32[T,K,n], weights f32[T,K], out =f32[T,n], n_tokens i32, n_chosen i32, n i32)
+moe: local_experts(experts i32[T,K], local =i32[T,K], n_pairs i32, first i32, count i32)
 indexer: indexer_score_f32(q f32[T,I,J], keys f32[capacity,J], weights f32[T,I], pos i32[T], score =f32[T,S], heads i32, width i32)
 indexer_f16: indexer_score_f16(q f32[T,I,J], keys f16[capacity,J], weights f32[T,I], pos i32[T], score =f32[T,S], width i32, \
-chunks i32)
+chunks i32, scale f32)
 topk: select_top_k_f32(score f32[T,S], pos i32[T], chosen =i32[T,k], score_stride i64, k i32)
+topk: top_k_count(score f32[T,S], pos i32[T], histogram =i32[T,3,2048], score_stride i64, k i32, pass i32)
+topk: top_k_tally(score f32[T,S], pos i32[T], histogram i32[T,3,2048], tally =i32[T,chunks,2], score_stride i64, k i32)
+topk: top_k_place(score f32[T,S], pos i32[T], histogram i32[T,3,2048], tally i32[T,chunks,2], chosen =i32[T,k], score_stride i64, \
+k i32)
 attention: attention_f32(q f32[T,H,R+P], cache f32[capacity,R+P], top_k i32[T,n], pos i32[T], out =f32[T,H,R], heads i32, n i32, \
 scale f32)
 attention_f16: attention_f16(q f32[T,H,R+P], cache f16[capacity,R+P], top_k i32[T,n], pos i32[T], out ?=f32[T,H,R], \
 part ?=f32[T,splits,H,R], part_ml ?=f32[T,splits,H,2], heads i32, n i32, splits i32, scale f32)
 attention: attention_merge_f32(part f32[T,splits,H,R], part_ml f32[T,splits,H,2], out =f32[T,H,R], q ?=s8[T,H,R], d ?=f16[T,H,R/32], \
 heads i32, splits i32)
+exchange: exchange_sum_f32(x f32[T,n], y =f32[T,n], inboxes u64[world], calls =i32[blocks], n i32, capacity i32, rank i32, world i32)
 sample: greedy_f32(logits f32[Y], id =i32[1], n i32)
 sample: temperature_f32(logits f32[Y], step i64[1], id =i32[1], n i32, temperature f32, seed u64)
 sample: next_step(chosen i32[1], token =i32[1], pos =i32[1], step =i64[1])
@@ -98,7 +129,8 @@ DECODED_TYPES = (
     "iq2_s", "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs",
 )  # fmt: skip
 TYPES = {
-    "embed": DECODED_TYPES, "matmul_decoded": DECODED_TYPES, "matvec": FAST_TYPES, "matmul": FAST_TYPES
+    "embed": DECODED_TYPES, "matmul_decoded": DECODED_TYPES, "matvec": FAST_TYPES, "matvec_rounding": ("q8_0",),
+    "matvec_projections": FAST_TYPES, "matvec_rope": FAST_TYPES, "matvec_ffn": FAST_TYPES, "matmul": FAST_TYPES,
 }  # fmt: skip
 
 DTYPES = {

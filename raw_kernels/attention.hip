@@ -7,6 +7,7 @@
 // f32 cache: one block of 128 threads per token and head, one key a thread, a running softmax.
 KERNEL attention_f32(const float* q, const float* cache, const int* top_k, const int* pos, float* out, int heads, int n,
                      float scale) {
+  wait_for_inputs();
   SHARED float p[128];
   SHARED int row[128];
   int head = BLOCK_X, t = BLOCK_Y;
@@ -22,7 +23,8 @@ KERNEL attention_f32(const float* q, const float* cache, const int* top_k, const
       for (int i = 0; i < WIDTH; i++) score = fmaf(q[i], cache[(long long)k * WIDTH + i], score);
       score *= scale;
     }
-    float higher = fmaxf(largest, block_max(score));
+    // NaN counts as infinity, so that it is not passed over: what comes of it is NaN.
+    float higher = fmaxf(largest, block_max(score == score ? score : -MINUS_INFINITY));
     if (higher == MINUS_INFINITY) continue;  // nothing valid yet; the same for all threads
     float shrink = expf(largest - higher), weight = valid ? expf(score - higher) : 0.0f;
     largest = higher;
@@ -42,33 +44,54 @@ KERNEL attention_f32(const float* q, const float* cache, const int* top_k, const
 }
 
 // The splits of one token and head put together, and where q is given the result's Q8_0 blocks. Parts without rows have
-// sum 0 and are zero.
+// sum 0 and are zero. One value a thread.
+#define MAX_SPLITS 256
+#define AHEAD 32  // parts on their way at once
+
+DEVICE void load_parts(const float* part, long long stride, int s0, int splits, float* value) {
+  UNROLL for (int i = 0; i < AHEAD; i++) value[i] = part[imin(s0 + i, splits - 1) * stride];
+}
+
 KERNEL attention_merge_f32(const float* part, const float* part_ml, float* out, s8* q, u16* d, int heads, int splits) {
-  SHARED float weight[256];  // of each split
-  int head = BLOCK_X, t = BLOCK_Y;
-  long long first = (long long)t * splits * heads + head;  // split s is at first + s * heads
+  SHARED float weight[MAX_SPLITS];
+  int head = BLOCK_X, t = BLOCK_Y, r = BLOCK_Z * N_THREADS + THREAD;
+  wait_for_inputs();
+  long long first = (long long)t * splits * heads + head, stride = (long long)heads * RANK;  // split s is at first + s * heads
+  part += first * RANK + imin(r, RANK - 1);
+  part_ml += first * 2;
+  float value[AHEAD], most[MAX_SPLITS / LANES], sums[MAX_SPLITS / LANES];  // each warp has the weights of all splits
+  UNROLL for (int i = 0; i < MAX_SPLITS / LANES; i++) {
+    int s = LANE + i * LANES;
+    F2 ml = {MINUS_INFINITY, 0};
+    if (s < splits) ml = ((const F2*)part_ml)[s * heads];
+    most[i] = ml.x, sums[i] = ml.y;
+  }
+  load_parts(part, stride, 0, splits, value);
   float largest = MINUS_INFINITY, sum = 0;
-  for (int s = THREAD; s < splits; s += N_THREADS)
-    if (part_ml[(first + s * heads) * 2 + 1] > 0.0f) largest = fmaxf(largest, part_ml[(first + s * heads) * 2]);
-  largest = block_max(largest);
-  for (int s = THREAD; s < splits; s += N_THREADS) {
-    float total = part_ml[(first + s * heads) * 2 + 1];
-    weight[s] = total > 0.0f ? expf(part_ml[(first + s * heads) * 2] - largest) : 0.0f;
-    sum += weight[s] * total;
+  UNROLL for (int i = 0; i < MAX_SPLITS / LANES; i++)
+    if (sums[i] != 0.0f) largest = fmaxf(largest, most[i]);
+  largest = lane_max(largest, LANES);
+  UNROLL for (int i = 0; i < MAX_SPLITS / LANES; i++) {
+    float w = sums[i] != 0.0f ? expf(most[i] - largest) : 0.0f;
+    if (WARP == 0) weight[LANE + i * LANES] = w;
+    sum += w * sums[i];
   }
-  sum = block_sum(sum);
-  long long at = ((long long)t * heads + head) * RANK;
-  for (int r = THREAD; r - LANE < RANK; r += N_THREADS) {
-    float total = 0;
-    _Pragma("unroll 8") for (int s = 0; s < splits; s++)
-      total = fmaf(part[(first + s * heads) * RANK + imin(r, RANK - 1)], weight[s], total);
-    total /= sum;
-    u16 scale;
-    int value = q8_0_of(total, &scale);
-    if (r < RANK) {
-      out[at + r] = total;
-      if (q) q[at + r] = (s8)value;
-      if (q && r % 32 == 0) d[(at + r) / 32] = scale;
-    }
+  sum = lane_sum(sum, LANES);
+  barrier();
+  float total = 0;
+  for (int s0 = 0;;) {
+    UNROLL for (int i = 0; i < AHEAD; i++)
+      if (s0 + i < splits) total = fmaf(value[i], weight[s0 + i], total);
+    s0 += AHEAD;
+    if (s0 >= splits) break;
+    load_parts(part, stride, s0, splits, value);
   }
+  total /= sum;
+  u16 scale;
+  int byte = q8_0_of(total, &scale);
+  if (r >= RANK) return;
+  long long at = ((long long)t * heads + head) * RANK + r;
+  out[at] = total;
+  if (q) q[at] = (s8)byte;
+  if (q && r % 32 == 0) d[at / 32] = scale;
 }

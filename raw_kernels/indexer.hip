@@ -4,6 +4,7 @@
 // of it stay in registers. Dynamic shared memory: heads * (DIM + 1) floats.
 KERNEL BOUNDS(128, 2) indexer_score_f32(const float* q, const float* keys, const float* weights, const int* pos,
                                                  float* score, int heads, int width) {
+  wait_for_inputs();
   DYNAMIC_SHARED(memory);
   float* qs = (float*)memory;  // [heads, DIM]
   float* ws = qs + heads * DIM;

@@ -1,6 +1,6 @@
 // The indexer's scores over f16 keys, on the matrix unit; q is split into two f16 numbers, so that products are as exact as f32's.
 //
-// score[t, s] = sum over HEADS of weights[t, i] * relu(q[t, i] . key[s]); -inf where s > pos[t]. A block takes `chunks` times 64
+// score[t, s] = sum over HEADS of scale * weights[t, i] * relu(q[t, i] . key[s]); -inf where s > pos[t]. A block takes `chunks` times 64
 // keys of one token; keys after pos are not read.
 
 #define KEYS 64
@@ -12,7 +12,8 @@
 #define DOTS (KEYS + 1)
 
 KERNEL BOUNDS(BLOCK, 4) indexer_score_f16(const float* q, const u16* keys, const float* weights, const int* pos, float* score,
-                                          int width, int chunks) {
+                                          int width, int chunks, float scale) {
+  wait_for_inputs();
   DYNAMIC_SHARED(memory);
   u16* q_high = (u16*)memory;                      // [PADDED_HEADS, PITCH]
   u16* q_low = q_high + PADDED_HEADS * PITCH;      // [PADDED_HEADS, PITCH]
@@ -28,7 +29,7 @@ KERNEL BOUNDS(BLOCK, 4) indexer_score_f16(const float* q, const u16* keys, const
       bool inside = h < HEADS && k < DIM;
       split_f16(inside ? q[((long long)t * HEADS + h) * DIM + k] : 0.0f, &q_high[h * PITCH + k], &q_low[h * PITCH + k]);
     }
-    for (int i = THREAD; i < HEADS; i += BLOCK) factor[i] = weights[(long long)t * HEADS + i];
+    for (int i = THREAD; i < HEADS; i += BLOCK) factor[i] = weights[(long long)t * HEADS + i] * scale;
   }
   for (int c = 0; c < chunks; c++, s0 += KEYS) {
     if (s0 > last) {  // the same for the whole block

@@ -1,199 +1,274 @@
 // Products of many tokens with quantised weights on the matrix unit: int8 tiles, the scales applied in f32. Layout of weights
-// and activations: matvec.hip. Rows of tokens: rows.hip.
+// and activations: dots.hip. Rows of tokens: rows.hip.
 //
-// A block makes WIDTH tokens by WIDTH output rows, DEPTH values of k at a time. While one part is multiplied the next one is on
-// its way: activations (and int8 weights) straight into the other of STAGES buffers, 2-bit weights and scales into registers.
-// With STAGES 1 (64 KiB of shared memory) the copies wait for the products. Dynamic shared memory: matmul_bytes() in matmul.py.
+// A block makes BLOCK_TOKENS tokens by ROWS output rows, DEPTH values of k at a time (a divisor of N_IN; 256 for Q2_K).
+// A warp's share is TOKEN_TILES by ROW_TILES tiles; those past the last token are left out. While one part is multiplied the
+// next one is on its way into the other of STAGES buffers; with STAGES 1 (64 KiB of shared memory) the copies wait for the
+// products. 2-bit weights are staged as they are, and unpacked by the warp that multiplies them. Dynamic shared memory:
+// matmul_bytes() in matmul.py.
 
-#define WIDTH 64
-#define DEPTH 256
-#define PITCH (DEPTH + 16)  // bytes of a staged row; shifts the banks
-#define BLOCK 128
-#define WARPS (BLOCK / LANES)
-#define TOKEN_TILES 2  // a warp's share: 2 tiles of tokens by ROW_TILES tiles of output rows
-#define ROW_TILES (8 / WARPS)
+#define ROWS 128
+#ifdef IS_Q2_K
+#define W_BYTES 64  // of a staged row
+#define D_FLOATS 2  // of a staged row: d and dmin
+#define XD_FLOATS 1
+#else
+#define W_BYTES DEPTH
+#define D_FLOATS (DEPTH / 32)
+#define XD_FLOATS (DEPTH / 32)
+#endif
+#define W_ROW_BYTES (N_IN / DEPTH * W_BYTES)
+#define X_PITCH (DEPTH + 16)  // bytes from row to row; 16 more than there are shift the banks
+#define W_PITCH (W_BYTES + 16)
+#define SUM_PITCH 24  // f16 numbers: 16 sums, or minima, of a staged row
+#define TOKEN_TILES (BLOCK_TOKENS < 64 ? BLOCK_TOKENS / TILE : 4)
+#define ROW_TILES 2
+#define WARP_TOKENS (TOKEN_TILES * TILE)
+#define WARP_ROWS (ROW_TILES * TILE)
+#define WARPS (BLOCK_TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS))
+#define BLOCK (WARPS * LANES)
+#define MINE ((ROWS + BLOCK_TOKENS + BLOCK - 1) / BLOCK)
 #define N_ACC (TOKEN_TILES * ROW_TILES * TILE_ACC)
-#ifdef IS_Q2_K
-#define SCALE_PITCH 1  // one scale per staged row
-#define SUM_PITCH 24   // f16 numbers: 16 sums, or minima, of a staged row
-#define UNITS (WIDTH * DEPTH / 64 / BLOCK)  // of 16 bytes, per thread
-#else
-#define SCALE_PITCH 9  // 8 scales per staged row
-#define MAGIC 0x4b400000  // the bits of 1.5 * 2^23: added to a sum of 32 products they are a float that is exactly that much larger
-#define SUM_PITCH 0
-#endif
+#define MAGIC 0x4b400000  // the bits of 1.5 * 2^23: where sums of products start, so that they are the bits of a float ...
+#define MAGIC_F32 12582912.0f  // ... that is exactly so much larger
 
+// One staged part, of STAGE_BYTES.
 typedef struct {
+  s8* x;          // [BLOCK_TOKENS, X_PITCH]
+  s8* w;          // [ROWS, W_PITCH]
+  float* d;       // [D_FLOATS, ROWS]
+  float* xd;      // [XD_FLOATS, BLOCK_TOKENS]
+  u16* sums;      // [BLOCK_TOKENS, SUM_PITCH] Q2_K: int16, then f16
+  u16* mins;      // [ROWS, SUM_PITCH]   Q2_K: f16, exact
+  u8* scales;     // [ROWS, 16]          Q2_K
+} Stage;
+#define PLAIN_BYTES (BLOCK_TOKENS * X_PITCH + ROWS * W_PITCH + 4 * (D_FLOATS * ROWS + XD_FLOATS * BLOCK_TOKENS))
 #ifdef IS_Q2_K
-  I4 q[UNITS];
-  I2 scales[UNITS];
-  u32 dm;
-  float xd;
+#define STAGE_BYTES (PLAIN_BYTES + 2 * SUM_PITCH * (BLOCK_TOKENS + ROWS) + 16 * ROWS)
 #else
-  u16 d[8];  // of weight row THREAD, or of token THREAD - WIDTH
+#define STAGE_BYTES PLAIN_BYTES
 #endif
-} Fetched;
+DEVICE Stage stage_at(char* memory) {
+  Stage s;
+  s.x = (s8*)memory;
+  s.w = s.x + BLOCK_TOKENS * X_PITCH;
+  s.d = (float*)(s.w + ROWS * W_PITCH);
+  s.xd = s.d + D_FLOATS * ROWS;
+  s.sums = (u16*)(s.xd + XD_FLOATS * BLOCK_TOKENS);
+  s.mins = s.sums + BLOCK_TOKENS * SUM_PITCH;
+  s.scales = (u8*)(s.mins + ROWS * SUM_PITCH);
+  return s;
+}
 
-// The part of weights and scales that goes through registers. pairs: the tokens' rows.
-DEVICE Fetched fetch(const u8* w, const u8* scales, const u16* d, const void* x_d, long long row0, int n_rows, const int* x_row,
-                     int k0) {
-  Fetched f;
+// What a thread brings through registers: scales of weight rows and of tokens.
 #ifdef IS_Q2_K
-  UNROLL for (int i = 0; i < UNITS; i++) {
-    int u = THREAD + i * BLOCK;
-    long long row = row0 + imin(u >> 2, n_rows - 1);
-    f.q[i] = *(const I4*)(w + row * (N_IN / 4) + k0 / 4 + (u & 3) * 16);
-    f.scales[i] = *(const I2*)(scales + row * (N_IN / 16) + k0 / 16 + (u & 2) * 4);
-  }
-  int r = THREAD % WIDTH;
-  f.dm = ((const u32*)d)[(row0 + imin(r, n_rows - 1)) * (N_IN / 256) + k0 / 256];
-  f.xd = ((const float*)x_d)[(long long)x_row[r] * (N_IN / 256) + k0 / 256];
-#else
-  (void)w, (void)scales;
-  int r = THREAD % WIDTH;
-  const u16* from = THREAD < WIDTH ? d + (row0 + imin(r, n_rows - 1)) * (N_IN / 32) : (const u16*)x_d + (long long)x_row[r] * (N_IN / 32);
-  UNROLL for (int i = 0; i < 8; i++) f.d[i] = k0 / 32 + i < N_IN / 32 ? from[k0 / 32 + i] : (u16)0;
-#endif
+typedef struct { u32 d; float xd; } Fetched;  // d and dmin of weight row THREAD
+DEVICE Fetched fetch(const u16* d, const void* x_d, int n_rows, const int* x_row, int k0) {
+  Fetched f;
+  f.d = ((const u32*)d)[imin(THREAD, n_rows - 1) * (N_IN / 256) + k0 / 256];
+  f.xd = ((const float*)x_d)[(long long)x_row[THREAD % BLOCK_TOKENS] * (N_IN / 256) + k0 / 256];
   return f;
 }
-
-// What goes straight into shared memory: zeros beyond the end of a row.
-DEVICE void copy_part(s8* xs, s8* ws, short* xsums, const u8* w, const s8* x, const short* sums, long long row0, int n_rows,
-                      const int* x_row, int k0) {
-  UNROLL for (int i = 0; i < WIDTH * DEPTH / 16 / BLOCK; i++) {
-    int u = THREAD + i * BLOCK, r = u / (DEPTH / 16), k = u % (DEPTH / 16) * 16;
-    bool inside = N_IN % DEPTH == 0 || k0 + k < N_IN;
-    stage16(xs + r * PITCH + k, x + (inside ? (long long)x_row[r] * N_IN + k0 + k : 0), inside);
-#ifndef IS_Q2_K
-    stage16(ws + r * PITCH + k, w + (inside ? (row0 + imin(r, n_rows - 1)) * N_IN + k0 + k : 0), inside);
+DEVICE void put(Fetched f, Stage s) {
+  if (THREAD < ROWS) s.d[THREAD] = f16_to_f32((u16)f.d), s.d[ROWS + THREAD] = f16_to_f32((u16)(f.d >> 16));
+  if (THREAD < BLOCK_TOKENS) s.xd[THREAD] = f.xd;
+}
+#else
+#if DEPTH == 32
+typedef u16 Scales;
+DEVICE u16 scale_at(const Scales* s, int k) { return s[k]; }
+#else
+typedef struct __attribute__((aligned(DEPTH / 16))) { u32 pair[DEPTH / 64]; } Scales;  // one load, taken apart when it is there
+DEVICE u16 scale_at(const Scales* s, int k) { return (u16)(s->pair[k / 2] >> 16 * (k % 2)); }
 #endif
+typedef struct { Scales row[MINE]; } Fetched;  // of rows THREAD, THREAD + BLOCK, ... : ROWS of weights, then BLOCK_TOKENS
+DEVICE Fetched fetch(const u16* d, const void* x_d, int n_rows, const int* x_row, int k0) {
+  Fetched f;
+  UNROLL for (int i = 0; i < MINE; i++) {
+    int r = THREAD + i * BLOCK;
+    const u16* from = r < ROWS ? d + imin(r, n_rows - 1) * (N_IN / 32)
+                               : (const u16*)x_d + (long long)x_row[(r - ROWS) % BLOCK_TOKENS] * (N_IN / 32);
+    f.row[i] = *(const Scales*)(from + k0 / 32);
+  }
+  return f;
+}
+DEVICE void put(Fetched f, Stage s) {
+  UNROLL for (int i = 0; i < MINE; i++) UNROLL for (int k = 0; k < DEPTH / 32; k++) {
+    int r = THREAD + i * BLOCK;
+    float value = f16_to_f32(scale_at(&f.row[i], k));
+    if (r < ROWS) s.d[k * ROWS + r] = value;
+    else if (r < ROWS + BLOCK_TOKENS) s.xd[k * BLOCK_TOKENS + r - ROWS] = value;
+  }
+}
+#endif
+
+// Where the rest comes from, which goes straight into shared memory: rows of this block's weights, and `tokens` tokens.
+typedef struct {
+  const u8 *w, *scales;
+  const s8* x;
+  const short* sums;
+  const int* x_row;
+  int n_rows, tokens;
+} Source;
+
+DEVICE void copy(Stage s, Source from, int k0) {
+  UNROLL for (int i0 = 0; i0 < BLOCK_TOKENS * DEPTH / 16; i0 += BLOCK) {
+    int i = i0 + THREAD, r = i / (DEPTH / 16), k = i % (DEPTH / 16) * 16;
+    if (r < from.tokens) stage16(s.x + r * X_PITCH + k, from.x + (long long)from.x_row[r] * N_IN + k0 + k, true);
+  }
+  UNROLL for (int i0 = 0; i0 < ROWS * W_BYTES / 16; i0 += BLOCK) {
+    int i = i0 + THREAD, r = i / (W_BYTES / 16), k = i % (W_BYTES / 16) * 16;
+    stage16(s.w + r * W_PITCH + k, from.w + imin(r, from.n_rows - 1) * W_ROW_BYTES + k0 / DEPTH * W_BYTES + k, true);
   }
 #ifdef IS_Q2_K
-  (void)ws, (void)w, (void)row0, (void)n_rows;
-  stage16(xsums + (THREAD >> 1) * SUM_PITCH + (THREAD & 1) * 8,
-          sums + (long long)x_row[THREAD >> 1] * (N_IN / 16) + k0 / 16 + (THREAD & 1) * 8, true);
-#else
-  (void)xsums, (void)sums;
+  if (THREAD < ROWS) stage16(s.scales + THREAD * 16, from.scales + imin(THREAD, from.n_rows - 1) * (N_IN / 16) + k0 / 16, true);
+  if (THREAD < 2 * BLOCK_TOKENS)
+    stage16(s.sums + (THREAD >> 1) * SUM_PITCH + (THREAD & 1) * 8,
+            from.sums + (long long)from.x_row[THREAD >> 1] * (N_IN / 16) + k0 / 16 + (THREAD & 1) * 8, true);
 #endif
 }
 
-KERNEL BOUNDS(BLOCK, 3) JOIN(matmul_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8* x, const void* x_d,
+#ifdef IS_Q2_K
+// Sums and minima as f16 numbers, each thread those that it has copied itself.
+DEVICE void convert(Stage s) {
+  if (THREAD < 2 * BLOCK_TOKENS) {
+    I4* mine = (I4*)(s.sums + (THREAD >> 1) * SUM_PITCH + (THREAD & 1) * 8);
+    int two[4] = {mine->x, mine->y, mine->z, mine->w};
+    UNROLL for (int i = 0; i < 4; i++)
+      two[i] = (int)(f32_to_f16((float)(short)two[i]) | (u32)f32_to_f16((float)(two[i] >> 16)) << 16);
+    I4 pairs = {two[0], two[1], two[2], two[3]};
+    *mine = pairs;
+  }
+  if (THREAD < ROWS) {
+    I4 bytes = *(const I4*)(s.scales + THREAD * 16);
+    int four[4] = {bytes.x, bytes.y, bytes.z, bytes.w}, two[8];
+    UNROLL for (int i = 0; i < 4; i++) {
+      u32 high = (u32)four[i] >> 4 & 0x0f0f0f0fu;
+      two[2 * i] = (int)f16_pair((high & 0xff) | (high & 0xff00) << 8);
+      two[2 * i + 1] = (int)f16_pair((high >> 16 & 0xff) | high >> 24 << 16);
+    }
+    I4* to = (I4*)(s.mins + THREAD * SUM_PITCH);
+    I4 first = {two[0], two[1], two[2], two[3]}, second = {two[4], two[5], two[6], two[7]};
+    to[0] = first, to[1] = second;
+  }
+}
+
+// total += the products of a warp's `tiles` tiles of tokens.
+DEVICE void multiply(float* total, Stage s, int token0, int row0, int tiles) {
+  int acc[N_ACC];  // exact over the 256 values
+  UNROLL for (int i = 0; i < N_ACC; i++) acc[i] = MAGIC;
+  UNROLL for (int half = 0; half < 2; half++) {  // of the packed bytes: 32, four values each
+    TileB packed[ROW_TILES];
+    UNROLL for (int b = 0; b < ROW_TILES; b++) packed[b] = tile_b(s.w + (row0 + b * TILE) * W_PITCH + 32 * half, W_PITCH);
+    UNROLL for (int j = 0; j < 4; j++) {
+      TileB wb[ROW_TILES];  // times their scale they fit 8 bits
+      UNROLL for (int b = 0; b < ROW_TILES; b++) UNROLL for (int i = 0; i < TILE_B_WORDS; i++) {
+        u32 four = ((const u32*)(s.scales + (row0 + b * TILE + tile_b_column(i)) * 16))[half * 2 + (j >> 1)];
+        u32 scale = four >> (16 * (j & 1) + 8 * tile_b_half(i)) & 15;
+        wb[b].r[i] = ((u32)packed[b].r[i] >> 2 * j & 0x03030303u) * scale;
+      }
+      UNROLL for (int a = 0; a < TOKEN_TILES; a++)
+        if (a < tiles) {
+          TileA xa = tile_a(s.x + (token0 + a * TILE) * X_PITCH + (half * 4 + j) * 32, X_PITCH);
+          UNROLL for (int b = 0; b < ROW_TILES; b++) tile_s8(acc + (a * ROW_TILES + b) * TILE_ACC, xa, wb[b]);
+        }
+    }
+  }
+  UNROLL for (int b = 0; b < ROW_TILES; b++) {
+    TileB mins = tile_b(s.mins + (row0 + b * TILE) * SUM_PITCH, 2 * SUM_PITCH);
+    UNROLL for (int a = 0; a < TOKEN_TILES; a++)
+      if (a < tiles) {
+        float less[TILE_ACC];
+        UNROLL for (int i = 0; i < TILE_ACC; i++) less[i] = 0;
+        tile_f16(less, tile_a(s.sums + (token0 + a * TILE) * SUM_PITCH, 2 * SUM_PITCH), mins);
+        UNROLL for (int i = 0; i < TILE_ACC; i++) {
+          int t = token0 + a * TILE + tile_row(i), r = row0 + b * TILE + tile_col(i), at = (a * ROW_TILES + b) * TILE_ACC + i;
+          float part = fmaf(as_f32((u32)acc[at]), s.d[r], s.d[r] * -MAGIC_F32);  // sum * d, rounded once
+          total[at] = fmaf(s.xd[t], fmaf(-s.d[ROWS + r], less[i], part), total[at]);
+        }
+      }
+  }
+}
+#else
+DEVICE void multiply(float* total, Stage s, int token0, int row0, int tiles) {
+  _Pragma("unroll 1") for (int k = 0; k < DEPTH / 32; k++) {
+    TileB wb[ROW_TILES];
+    UNROLL for (int b = 0; b < ROW_TILES; b++) wb[b] = tile_b(s.w + (row0 + b * TILE) * W_PITCH + 32 * k, W_PITCH);
+    UNROLL for (int a = 0; a < TOKEN_TILES; a++)
+      if (a < tiles) {
+        TileA xa = tile_a(s.x + (token0 + a * TILE) * X_PITCH + 32 * k, X_PITCH);
+        UNROLL for (int b = 0; b < ROW_TILES; b++) {
+          int acc[TILE_ACC];
+          UNROLL for (int i = 0; i < TILE_ACC; i++) acc[i] = MAGIC;
+          tile_s8(acc, xa, wb[b]);
+          UNROLL for (int i = 0; i < TILE_ACC; i++) {
+            int t = token0 + a * TILE + tile_row(i), r = row0 + b * TILE + tile_col(i), at = (a * ROW_TILES + b) * TILE_ACC + i;
+            float part = fmaf(as_f32((u32)acc[i]), s.d[k * ROWS + r], s.d[k * ROWS + r] * -MAGIC_F32);  // sum * d, rounded once
+            total[at] = fmaf(part, s.xd[k * BLOCK_TOKENS + t], total[at]);
+          }
+        }
+      }
+  }
+}
+#endif
+
+KERNEL BOUNDS(BLOCK, 1) JOIN(matmul_, TYPE)(const u8* w, const u8* scales, const u16* d, const s8* x, const void* x_d,
                                             const short* sums, const int* order, const int* tile_expert, const int* tile_first,
                                             const int* first, float* y, int n_tokens, int n_out, int n_matrices, int x_div,
                                             long long y_stride) {
   DYNAMIC_SHARED(memory);
-  s8* xs = (s8*)memory;                // [STAGES][WIDTH, PITCH]
-  s8* ws = xs + STAGES * WIDTH * PITCH;  // Q8_0: [STAGES][WIDTH, PITCH]; Q2_K: [WIDTH, PITCH]
-#ifdef IS_Q2_K
-  u16* xsums = (u16*)(ws + WIDTH * PITCH);             // [STAGES][WIDTH, SUM_PITCH] int16, then f16
-  u16* mins = xsums + STAGES * WIDTH * SUM_PITCH;      // [WIDTH, SUM_PITCH] f16, exact
-  float* wd = (float*)(mins + WIDTH * SUM_PITCH);
-  float* wm = wd + WIDTH;
-  float* xd = wm + WIDTH;
-#else
-  u16* xsums = 0;
-  float* wd = (float*)(ws + STAGES * WIDTH * PITCH);  // [WIDTH, SCALE_PITCH]
-  float* xd = wd + WIDTH * SCALE_PITCH;
-#endif
-  int* pairs = (int*)(xd + WIDTH * SCALE_PITCH);  // [WIDTH]
-  int* x_row = pairs + WIDTH;                     // [WIDTH]
+  int* pairs = (int*)(memory + STAGES * STAGE_BYTES);  // [BLOCK_TOKENS]
+  int* x_row = pairs + BLOCK_TOKENS;                         // [BLOCK_TOKENS]
   Rows rows;
-  if (!tile_rows(tile_expert, tile_first, first, n_tokens, WIDTH, &rows)) return;
-  for (int i = THREAD; i < WIDTH; i += BLOCK) {
+  wait_for_inputs();
+  if (!tile_rows(tile_expert, tile_first, first, n_tokens, BLOCK_TOKENS, &rows)) return;
+  for (int i = THREAD; i < BLOCK_TOKENS; i += BLOCK) {
     pairs[i] = pair_of(order, &rows, imin(i, rows.count - 1), n_matrices);
     x_row[i] = pairs[i] / x_div;
   }
   barrier();
-  int column0 = BLOCK_X * WIDTH, n_rows = n_out - column0;
+  int column0 = BLOCK_X * ROWS, n_rows = n_out - column0, tokens = (rows.count + TILE - 1) / TILE * TILE;
   long long row0 = rows.matrix * n_out + column0;
-  int token_tile = WARP % 2 * TOKEN_TILES, row_tile = WARP / 2 * ROW_TILES;
+#ifdef IS_Q2_K
+  w += row0 * W_ROW_BYTES, scales += row0 * (N_IN / 16), d += row0 * (N_IN / 256 * 2);
+#else
+  w += row0 * W_ROW_BYTES, d += row0 * (N_IN / 32);
+#endif
+  int warp_token = BLOCK_TOKENS > WARP_TOKENS ? WARP / (ROWS / WARP_ROWS) * WARP_TOKENS : 0;
+  int warp_row = WARP % (ROWS / WARP_ROWS) * WARP_ROWS, tiles = (tokens - warp_token) / TILE;
   float total[N_ACC];
   UNROLL for (int i = 0; i < N_ACC; i++) total[i] = 0;
 
-  Fetched f = fetch(w, scales, d, x_d, row0, n_rows, x_row, 0);
-  copy_part(xs, ws, (short*)xsums, w, x, sums, row0, n_rows, x_row, 0);
-  for (int k0 = 0, stage = 0; k0 < N_IN; k0 += DEPTH) {
-    s8* x_now = xs + stage * WIDTH * PITCH;
+  Source from = {w, scales, x, sums, x_row, n_rows, tokens};
+  Fetched f = fetch(d, x_d, n_rows, x_row, 0);
+  copy(stage_at(memory), from, 0);
+  for (int k0 = 0, stage = 0; k0 < N_IN; k0 += DEPTH, stage = STAGES - 1 - stage) {
+    Stage now = stage_at(memory + stage * STAGE_BYTES), other = stage_at(memory + (STAGES - 1 - stage) * STAGE_BYTES);
+    put(f, now);
+    stage_wait();
 #ifdef IS_Q2_K
-    s8* w_now = ws;
-    u16* sums_now = xsums + stage * WIDTH * SUM_PITCH;
-    UNROLL for (int i = 0; i < UNITS; i++) {  // 16 bytes are 64 values; times their scale they fit 8 bits
-      int u = THREAD + i * BLOCK, r = u >> 2, p = u & 3, half = p & 1;
-      I4 q = f.q[i];
-      s8* to = ws + r * PITCH + (p >> 1) * 128 + half * 16;
-      UNROLL for (int j = 0; j < 4; j++) {
-        int scale = ((u32)(j < 2 ? f.scales[i].x : f.scales[i].y) >> (8 * half + 16 * (j & 1))) & 255;
-        I4 v = {(int)((u32)q.x >> 2 * j & 0x03030303u) * (scale & 15), (int)((u32)q.y >> 2 * j & 0x03030303u) * (scale & 15),
-                (int)((u32)q.z >> 2 * j & 0x03030303u) * (scale & 15), (int)((u32)q.w >> 2 * j & 0x03030303u) * (scale & 15)};
-        *(I4*)(to + 32 * j) = v;
-        mins[r * SUM_PITCH + (p >> 1) * 8 + 2 * j + half] = f32_to_f16((float)(scale >> 4));
-      }
-    }
-    if (THREAD < WIDTH) wd[THREAD] = f16_to_f32((u16)f.dm), wm[THREAD] = f16_to_f32((u16)(f.dm >> 16)), xd[THREAD] = f.xd;
-    stage_wait();
-    u16* mine = sums_now + (THREAD >> 1) * SUM_PITCH + (THREAD & 1) * 8;  // what this thread has copied itself
-    UNROLL for (int i = 0; i < 8; i++) mine[i] = f32_to_f16((float)(short)mine[i]);
-#else
-    s8* w_now = ws + stage * WIDTH * PITCH;
-    float* to = THREAD < WIDTH ? wd : xd;
-    UNROLL for (int i = 0; i < 8; i++) to[THREAD % WIDTH * SCALE_PITCH + i] = f16_to_f32(f.d[i]);
-    stage_wait();
+    convert(now);
 #endif
-    barrier();
+    barrier();  // the part is there, and no one reads the other buffer any more
     int next = k0 + DEPTH;
-    stage = STAGES - 1 - stage;
-    if (next < N_IN) {
-      f = fetch(w, scales, d, x_d, row0, n_rows, x_row, next);
-      if (STAGES == 2)
-        copy_part(xs + stage * WIDTH * PITCH, ws + stage * WIDTH * PITCH, (short*)xsums + stage * WIDTH * SUM_PITCH, w, x, sums, row0,
-                  n_rows, x_row, next);
-    }
-
-#ifdef IS_Q2_K
-    int acc[N_ACC];  // exact over the 256 values
-    UNROLL for (int i = 0; i < N_ACC; i++) acc[i] = 0;
-    _Pragma("unroll 2") for (int k = 0; k < DEPTH; k += 32) {
-      TileA xa[TOKEN_TILES];
-      UNROLL for (int a = 0; a < TOKEN_TILES; a++) xa[a] = tile_a(x_now + (token_tile + a) * TILE * PITCH + k, PITCH);
-      UNROLL for (int b = 0; b < ROW_TILES; b++) {
-        TileB wb = tile_b(w_now + (row_tile + b) * TILE * PITCH + k, PITCH);
-        UNROLL for (int a = 0; a < TOKEN_TILES; a++) tile_s8(acc + (b * TOKEN_TILES + a) * TILE_ACC, xa[a], wb);
-      }
-    }
-    UNROLL for (int b = 0; b < ROW_TILES; b++) UNROLL for (int a = 0; a < TOKEN_TILES; a++) {
-      int token = (token_tile + a) * TILE, row = (row_tile + b) * TILE, at = (b * TOKEN_TILES + a) * TILE_ACC;
-      float min_acc[TILE_ACC];
-      UNROLL for (int i = 0; i < TILE_ACC; i++) min_acc[i] = 0;
-      tile_f16(min_acc, tile_a(sums_now + token * SUM_PITCH, 2 * SUM_PITCH), tile_b(mins + row * SUM_PITCH, 2 * SUM_PITCH));
-      UNROLL for (int i = 0; i < TILE_ACC; i++) {
-        int t = token + tile_row(i), r = row + tile_col(i);
-        total[at + i] += xd[t] * (wd[r] * (float)acc[at + i] - wm[r] * min_acc[i]);
-      }
-    }
-#else
-    _Pragma("unroll 1") for (int k = 0; k < DEPTH / 32; k++) {
-      TileA xa[TOKEN_TILES];
-      UNROLL for (int a = 0; a < TOKEN_TILES; a++) xa[a] = tile_a(x_now + (token_tile + a) * TILE * PITCH + 32 * k, PITCH);
-      UNROLL for (int b = 0; b < ROW_TILES; b++) {
-        TileB wb = tile_b(w_now + (row_tile + b) * TILE * PITCH + 32 * k, PITCH);
-        UNROLL for (int a = 0; a < TOKEN_TILES; a++) {
-          int acc[TILE_ACC];
-          UNROLL for (int i = 0; i < TILE_ACC; i++) acc[i] = MAGIC;
-          tile_s8(acc, xa[a], wb);
-          UNROLL for (int i = 0; i < TILE_ACC; i++) {
-            int t = (token_tile + a) * TILE + tile_row(i), r = (row_tile + b) * TILE + tile_col(i);
-            float* sum = &total[(b * TOKEN_TILES + a) * TILE_ACC + i];
-            *sum = fmaf(as_f32((u32)acc[i]) - 12582912.0f, wd[r * SCALE_PITCH + k] * xd[t * SCALE_PITCH + k], *sum);
-          }
-        }
-      }
-    }
-#endif
+    if (next < N_IN) f = fetch(d, x_d, n_rows, x_row, next);
+    if (next < N_IN && STAGES == 2) copy(other, from, next);
+    if (tiles >= TOKEN_TILES) multiply(total, now, warp_token, warp_row, TOKEN_TILES);
+    else multiply(total, now, warp_token, warp_row, tiles);
+    if (STAGES == 2) continue;
     barrier();
-    if (STAGES == 1 && next < N_IN) copy_part(xs, ws, (short*)xsums, w, x, sums, row0, n_rows, x_row, next);
+    if (next < N_IN) copy(now, from, next);
   }
-  UNROLL for (int b = 0; b < ROW_TILES; b++) UNROLL for (int a = 0; a < TOKEN_TILES; a++) UNROLL for (int i = 0; i < TILE_ACC; i++) {
-    int t = (token_tile + a) * TILE + tile_row(i), r = (row_tile + b) * TILE + tile_col(i);
-    if (t < rows.count && r < n_rows) y[pairs[t] * y_stride + column0 + r] = total[(b * TOKEN_TILES + a) * TILE_ACC + i];
+  bool in_pairs = TILE_PAIRS && (((u64)y >> 2 | (u64)y_stride | (u64)n_out) & 1) == 0;
+  UNROLL for (int at = 0; at < N_ACC; at += 2) {
+    F2 pair = {total[at], total[at + 1]};
+    UNROLL for (int j = 0; j < 2; j++) {
+      int tile = at / TILE_ACC, i = at % TILE_ACC + j;
+      int t = warp_token + tile / ROW_TILES * TILE + tile_row(i), r = warp_row + tile % ROW_TILES * TILE + tile_col(i);
+      if (t >= rows.count || r >= n_rows || (in_pairs && j == 1)) continue;
+      float* to = y + pairs[t] * y_stride + column0 + r;
+      if (in_pairs) *(F2*)to = pair;
+      else *to = total[at + j];
+    }
   }
 }

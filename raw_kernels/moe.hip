@@ -1,45 +1,57 @@
-// Router, sorting of tokens by expert, and the weighted sum of experts' outputs. One warp per token where not said otherwise.
+// Router, sorting of tokens by expert, and the weighted sum of experts' outputs.
 
-// experts[t] = the n_chosen best of scores[t], best first. Dynamic shared memory: n floats.
-DEVICE void choose(const float* score, int n, int n_chosen, int* chosen) {
-  u64 last = ~0ull;  // each step takes the best that is worse than the last one
-  for (int k = 0; k < n_chosen; k++) {
-    u64 best = 0;
-    _Pragma("unroll 4") for (int i = LANE; i < n; i += LANES) {
-      u64 rank = ranked(score[i], i);
-      if (rank < last && rank > best) best = rank;
-    }
-    last = lane_max_u64(best);
-    if (LANE == 0) chosen[k] = (int)~(u32)last;
+DEVICE u64 lane_read_u64(u64 x, int lane) { return (u64)(u32)lane_read((int)(x >> 32), lane) << 32 | (u32)lane_read((int)x, lane); }
+// chosen[0..n_chosen) = the best of n scores, best first. Each warp finds the best of LANES neighbours, then the block the best of
+// those: `best`, in shared memory, has room for CANDIDATES(n, n_chosen). A barrier comes last.
+#define CANDIDATES(n, n_chosen) (((n) + LANES - 1) / LANES * imin(n_chosen, LANES))
+DEVICE void choose(const float* score, u64* best, int n, int n_chosen, int* chosen) {
+  int width = imin(n_chosen, LANES), candidates = CANDIDATES(n, n_chosen);
+  for (int i = THREAD; i - LANE < n; i += N_THREADS) {
+    u64 mine = i < n ? ranked(score[i], i) : (u64)LANE;  // past the end: below all, and no two equal
+    int better = 0;
+    _Pragma("unroll 8") for (int lane = 0; lane < LANES; lane++) better += lane_read_u64(mine, lane) > mine;
+    if (better < width) best[i / LANES * width + better] = mine;
   }
+  barrier();
+  for (int i = THREAD; i < candidates; i += N_THREADS) {
+    int better = 0;
+    _Pragma("unroll 8") for (int j = 0; j < candidates; j++) better += best[j] > best[i];
+    if (better < n_chosen && best[i] >= LANES) chosen[better] = (int)~(u32)best[i];
+  }
+  barrier();
 }
+// Dynamic shared memory: the candidates.
 KERNEL select_experts_f32(const float* score, int* experts, int n, int n_chosen) {
-  choose(score + (long long)BLOCK_X * n, n, n_chosen, experts + BLOCK_X * n_chosen);
+  wait_for_inputs();
+  DYNAMIC_SHARED(memory);
+  choose(score + (long long)BLOCK_X * n, (u64*)memory, n, n_chosen, experts + (long long)BLOCK_X * n_chosen);
 }
 
 // probs = sigmoid(logits), biased = probs + bias; experts by biased; weights: probs of the chosen, renormalised, then scaled.
 // Outputs that nobody reads may be null. min_sum: lower bound of the weights' sum.
 KERNEL route_f32(const float* logits, const float* bias, float* probs, float* biased, int* experts, float* weights,
                  float* weights_norm, float* weights_scaled, int n, int n_chosen, int normalise, float min_sum, float scale) {
+  float first_bias = bias && THREAD < n ? bias[THREAD] : 0.0f;
+  wait_for_inputs();
   DYNAMIC_SHARED(memory);
-  float* score = (float*)memory;  // [n] biased
-  float* prob = score + n;        // [n]
-  int* chosen = (int*)(prob + n);  // [n_chosen]
+  u64* best = (u64*)memory;                                // [CANDIDATES(n, n_chosen)]
+  float* prob = (float*)(best + CANDIDATES(n, n_chosen));  // [n]
+  float* score = prob + n;                                 // [n] biased
+  int* chosen = (int*)(score + n);                         // [n_chosen]
   long long t = BLOCK_X;
-  _Pragma("unroll 8") for (int i = LANE; i < n; i += LANES) {
+  for (int i = THREAD; i < n; i += N_THREADS) {
     float p = 1.0f / (1.0f + expf(-logits[t * n + i]));
     prob[i] = p;
-    score[i] = bias ? p + bias[i] : p;
+    score[i] = bias ? p + (i == THREAD ? first_bias : bias[i]) : p;
     if (probs) probs[t * n + i] = p;
     if (biased) biased[t * n + i] = score[i];
   }
   barrier();
-  choose(score, n, n_chosen, chosen);
-  barrier();
+  choose(score, best, n, n_chosen, chosen);
   float sum = 0;
   for (int k = 0; k < n_chosen; k++) sum += prob[chosen[k]];
-  sum = normalise ? fmaxf(sum, min_sum) : 1.0f;
-  for (int k = LANE; k < n_chosen; k += LANES) {
+  sum = !normalise ? 1.0f : sum < min_sum ? min_sum : sum;  // NaN stays NaN
+  for (int k = THREAD; k < n_chosen; k += N_THREADS) {
     float p = prob[chosen[k]];
     experts[t * n_chosen + k] = chosen[k];
     if (weights) weights[t * n_chosen + k] = p;
@@ -48,23 +60,33 @@ KERNEL route_f32(const float* logits, const float* bias, float* probs, float* bi
   }
 }
 
-// Pairs in order of their expert, equal ones in their own order. Block e finds where expert e's run begins and writes it.
+// Pairs in order of their expert, equal ones in their own order, without those of expert -1. Block e finds where expert e's run
+// begins and writes it.
 KERNEL moe_sort(const int* experts, int* order, int* first, int n_pairs, int n_experts) {
+  wait_for_inputs();
   int expert = BLOCK_X, before = 0, begin, total;
-  for (int i = THREAD; i < n_pairs; i += N_THREADS) before += experts[i] < expert;
+  for (int i = THREAD; i < n_pairs; i += N_THREADS) before += experts[i] >= 0 && experts[i] < expert;
   block_scan(before, &begin);
   if (THREAD == 0) first[expert] = begin;
-  if (THREAD == 0 && expert == n_experts - 1) first[n_experts] = n_pairs;
   for (int i0 = 0; i0 < n_pairs; i0 += N_THREADS) {
     int i = i0 + THREAD, mine = i < n_pairs && experts[i] == expert;
     int at = begin + block_scan(mine, &total);
     if (mine) order[at] = i;
     begin += total;
   }
+  if (THREAD == 0 && expert == n_experts - 1) first[n_experts] = begin;
+}
+
+// y[pair] = 0 for the pairs of expert -1, which have no tile. One block per pair; y rows at y_stride elements.
+KERNEL zero_pairs_f32(const int* experts, float* y, int n, long long y_stride) {
+  wait_for_inputs();
+  if (experts[BLOCK_X] >= 0) return;
+  for (int i = THREAD; i < n; i += N_THREADS) y[BLOCK_X * y_stride + i] = 0;
 }
 
 // The runs cut into tiles of `width` pairs; tiles that are not needed get expert -1. One block.
 KERNEL moe_tiles(const int* first, int* tile_expert, int* tile_first, int n_experts, int n_tiles, int width) {
+  wait_for_inputs();
   int done = 0, total;
   for (int e0 = 0; e0 < n_experts; e0 += N_THREADS) {
     int e = e0 + THREAD, run = e < n_experts ? first[e + 1] - first[e] : 0, tiles = (run + width - 1) / width;
@@ -77,10 +99,18 @@ KERNEL moe_tiles(const int* first, int* tile_expert, int* tile_first, int n_expe
 
 // out[t, i] = sum over k, in order, of y[t, k, i] * weights[t, k]. One thread per output value.
 KERNEL combine_experts_f32(const float* y, const float* weights, float* out, int n_tokens, int n_chosen, int n) {
+  wait_for_inputs();
   long long i = (long long)BLOCK_X * N_THREADS + THREAD;
   if (i >= (long long)n_tokens * n) return;
   long long t = i / n;
   float sum = 0;
   for (int k = 0; k < n_chosen; k++) sum += y[(t * n_chosen + k) * n + i % n] * weights[t * n_chosen + k];
   out[i] = sum;
+}
+
+// Places among the `count` experts that a rank holds from `first` on; -1: not here.
+KERNEL local_experts(const int* experts, int* local, int n_pairs, int first, int count) {
+  wait_for_inputs();
+  int i = BLOCK_X * N_THREADS + THREAD;
+  if (i < n_pairs) local[i] = experts[i] >= first && experts[i] < first + count ? experts[i] - first : -1;
 }

@@ -10,6 +10,7 @@ typedef unsigned long long u64;
 typedef struct __attribute__((aligned(16))) { int x, y, z, w; } I4;  // one 16-byte load
 typedef struct __attribute__((aligned(8))) { int x, y; } I2;
 typedef struct __attribute__((aligned(16))) { float x, y, z, w; } F4;
+typedef struct __attribute__((aligned(8))) { float x, y; } F2;
 
 #if defined(EMULATED)
 
@@ -137,6 +138,15 @@ DEVICE float lane_max(float x, int width) {
   return x;
 }
 
+// Whether x is true in any lane of the warp; every lane gets it.
+DEVICE bool any_lane(bool x) {
+#if defined(__CUDA_ARCH__)
+  return __any_sync(0xffffffffu, x);
+#else
+  return lane_sum_int(x, LANES) > 0;
+#endif
+}
+
 // Sum over the block; every thread gets it. All threads call it.
 DEVICE float block_sum(float x) {
   SHARED float parts[MAX_WARPS];
@@ -191,23 +201,73 @@ DEVICE void stage16(void* to, const void* from, bool inside) {
 DEVICE void stage_wait() {}
 #endif
 
+// --- kernels that start early ------------------------------------------------------------------------------------------------
+// On Hopper and later a kernel's blocks may start while the kernel before it still runs, as soon as that one has its own inputs
+// (npglm/gpu/device.py asks for it). The rule: every thread of every kernel calls wait_for_inputs() before it writes anything, and
+// before it reads what the kernel before it may write; all earlier kernels are complete when it starts. Weights may always be read.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_inputs() {}
+#endif
+
+// --- memory that another GPU writes or reads meanwhile -----------------------------------------------------------------------
+// 16 bytes, of which each 8 arrive whole.
+#if defined(__CUDA_ARCH__)
+DEVICE void write16(I4* to, I4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE I4 read16(const I4* from) {
+  I4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+#else
+DEVICE void write16(I4* to, I4 v) {
+  ((volatile u64*)to)[0] = (u64)(u32)v.y << 32 | (u32)v.x;
+  ((volatile u64*)to)[1] = (u64)(u32)v.w << 32 | (u32)v.z;
+}
+DEVICE I4 read16(const I4* from) {
+  u64 a = ((const volatile u64*)from)[0], b = ((const volatile u64*)from)[1];
+  I4 v = {(int)(u32)a, (int)(a >> 32), (int)(u32)b, (int)(b >> 32)};
+  return v;
+}
+#endif
+
 // x as two f16 numbers, high + low / 2048: as exact as f32 unless x is beyond f16.
 DEVICE void split_f16(float x, u16* high, u16* low) {
   *high = f32_to_f16(x);
   *low = f32_to_f16((x - f16_to_f32(*high)) * 2048.0f);
 }
 
+// Two integers below 1024, in the halves of a word, as f16 numbers.
+DEVICE u32 f16_pair(u32 two) {
+#if defined(__CUDA_ARCH__)
+  u32 pair;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(two | 0x64006400u), "r"(0x64006400u));  // 1024 + x, less 1024
+  return pair;
+#else
+  return (u32)f32_to_f16((float)(two & 0xffff)) | (u32)f32_to_f16((float)(two >> 16)) << 16;
+#endif
+}
+
 // --- the matrix tile ---------------------------------------------------------------------------------------------------------
-// acc[16][16] += a[16][depth] b[16][depth]^T by one warp; depth is 32 (int8) or 16 (f16). Rows of a and b lie in shared
-// memory with k contiguous. A lane holds TILE_ACC elements: element i is at row tile_row(i), column tile_col(i).
+// acc[16][16] += a[16][depth] b[16][depth]^T by one warp; depth is 32 (int8) or 16 (f16). tile_a and tile_b read rows of 32 bytes,
+// k contiguous, from shared memory into registers. A lane holds TILE_ACC elements of acc: element i is at row tile_row(i), column
+// tile_col(i); TILE_PAIRS: elements 2 i and 2 i + 1 are neighbours in a row. It holds TILE_B_WORDS words of b, which a kernel may change (2-bit weights): word i has 4 int8 of column
+// tile_b_column(i), in half tile_b_half(i) of the depth.
 
 #define TILE 16
 #define TILE_ACC (256 / LANES)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
+#define TILE_PAIRS 1
+#define TILE_B_WORDS 4
 typedef struct { u32 r[4]; } TileA;
-typedef struct { u32 r[4]; } TileB;  // two halves of 8 columns
+typedef struct { u32 r[4]; } TileB;  // r[0..1]: columns 0-7, r[2..3]: columns 8-15
+DEVICE int tile_b_column(int i) { return (LANE >> 2) + (i >> 1) * 8; }
+DEVICE int tile_b_half(int i) { return i & 1; }
 DEVICE int tile_row(int i) { return (LANE >> 2) + ((i >> 1) & 1) * 8; }
 DEVICE int tile_col(int i) { return (LANE & 3) * 2 + (i & 1) + (i >> 2) * 8; }
 
@@ -222,7 +282,7 @@ DEVICE TileA tile_a(const void* a, int row_bytes) {
   ldmatrix(t.r, (const char*)a + (LANE & 15) * row_bytes + (LANE >> 4) * 16);
   return t;
 }
-DEVICE TileB tile_b(const void* b, int row_bytes) {  // r[0..1]: columns 0-7, r[2..3]: columns 8-15
+DEVICE TileB tile_b(const void* b, int row_bytes) {
   TileB t;
   ldmatrix(t.r, (const char*)b + ((LANE & 7) + (LANE >> 4) * 8) * row_bytes + ((LANE >> 3) & 1) * 16);
   return t;
@@ -237,17 +297,17 @@ DEVICE TileB tile_b_f16_transposed(const u16* b, int row_bytes) {  // b[k][colum
 DEVICE void tile_s8(int* acc, TileA a, TileB b) {
   UNROLL for (int half = 0; half < 2; half++) {
     int* c = acc + 4 * half;
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-                 : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * half]), "r"(b.r[2 * half + 1]));
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * half]), "r"(b.r[2 * half + 1]));
   }
 }
 DEVICE void tile_f16(float* acc, TileA a, TileB b) {
   UNROLL for (int half = 0; half < 2; half++) {
     float* c = acc + 4 * half;
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * half]), "r"(b.r[2 * half + 1]));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * half]), "r"(b.r[2 * half + 1]));
   }
 }
 
@@ -256,71 +316,75 @@ DEVICE void tile_f16(float* acc, TileA a, TileB b) {
 typedef int V4i __attribute__((ext_vector_type(4)));
 typedef float V4f __attribute__((ext_vector_type(4)));
 typedef _Float16 V4h __attribute__((ext_vector_type(4)));
-typedef struct { I2 k[2]; } TileA;  // 4 int8 of each half of the depth in .x, or 4 f16 in .x and .y of k[0]
+#define TILE_PAIRS 0
+#define TILE_B_WORDS 2
+typedef struct { int r[2]; } TileA;  // 8 of a row's 32 bytes: the depth may be taken in any order, as long as a and b agree
 typedef TileA TileB;
+DEVICE int tile_b_column(int i) { (void)i; return LANE & 15; }
+DEVICE int tile_b_half(int i) { (void)i; return LANE >> 5; }
 DEVICE int tile_row(int i) { return (LANE >> 4) * 4 + i; }
 DEVICE int tile_col(int i) { (void)i; return LANE & 15; }
 DEVICE TileA tile_a(const void* a, int row_bytes) {
-  TileA t;
-  const char* row = (const char*)a + (LANE & 15) * row_bytes;
-  t.k[0] = *(const I2*)(row + (LANE >> 4) * 8);  // the depth may be taken in any order, as long as a and b agree
-  t.k[1] = t.k[0];
+  I2 v = *(const I2*)((const char*)a + (LANE & 15) * row_bytes + (LANE >> 4) * 8);
+  TileA t = {{v.x, v.y}};
   return t;
 }
 DEVICE TileB tile_b(const void* b, int row_bytes) { return tile_a(b, row_bytes); }
 DEVICE TileB tile_b_f16_transposed(const u16* b, int row_bytes) {
   u32 h[4];
   for (int i = 0; i < 4; i++) h[i] = *(const u16*)((const char*)b + ((LANE >> 4) * 4 + i) * row_bytes + (LANE & 15) * 2);
-  TileB t;
-  t.k[0].x = (int)(h[0] | h[1] << 16);
-  t.k[0].y = (int)(h[2] | h[3] << 16);
-  t.k[1] = t.k[0];
+  TileB t = {{(int)(h[0] | h[1] << 16), (int)(h[2] | h[3] << 16)}};
   return t;
 }
 DEVICE void tile_s8(int* acc, TileA a, TileB b) {
   V4i c = {acc[0], acc[1], acc[2], acc[3]};
-  c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.k[0].x, b.k[0].x, c, 0, 0, 0);
-  c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.k[0].y, b.k[0].y, c, 0, 0, 0);
+  c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.r[0], b.r[0], c, 0, 0, 0);
+  c = __builtin_amdgcn_mfma_i32_16x16x16i8(a.r[1], b.r[1], c, 0, 0, 0);
   for (int i = 0; i < 4; i++) acc[i] = c[i];
 }
 DEVICE void tile_f16(float* acc, TileA a, TileB b) {
   V4f c = {acc[0], acc[1], acc[2], acc[3]};
-  c = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(V4h, a.k[0]), __builtin_bit_cast(V4h, b.k[0]), c, 0, 0, 0);
+  c = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(V4h, a), __builtin_bit_cast(V4h, b), c, 0, 0, 0);
   for (int i = 0; i < 4; i++) acc[i] = c[i];
 }
 
-#else  // no matrix unit (gfx906, RDNA, emulation): a lane computes its elements from shared memory
+#else  // no matrix unit (gfx906, RDNA, emulation): a lane keeps its row of a and its columns of b, and multiplies them alone
 
-typedef struct { const char* base; int row_bytes; } TileA;
-typedef struct { const char* base; int row_bytes; int transposed; } TileB;
-DEVICE int tile_row(int i) { return (LANE * TILE_ACC + i) >> 4; }
+#define TILE_PAIRS 1
+#define TILE_B_WORDS (8 * TILE_ACC)
+typedef struct { int r[8]; } TileA;
+typedef struct { int r[TILE_B_WORDS]; } TileB;
+DEVICE int tile_row(int i) { (void)i; return LANE * TILE_ACC >> 4; }
 DEVICE int tile_col(int i) { return (LANE * TILE_ACC + i) & 15; }
+DEVICE int tile_b_column(int i) { return tile_col(i >> 3); }
+DEVICE int tile_b_half(int i) { return i >> 2 & 1; }
 DEVICE TileA tile_a(const void* a, int row_bytes) {
-  TileA t = {(const char*)a, row_bytes};
+  TileA t;
+  for (int k = 0; k < 8; k++) t.r[k] = ((const int*)((const char*)a + tile_row(0) * row_bytes))[k];
   return t;
 }
 DEVICE TileB tile_b(const void* b, int row_bytes) {
-  TileB t = {(const char*)b, row_bytes, 0};
+  TileB t;
+  for (int i = 0; i < TILE_B_WORDS; i++) t.r[i] = ((const int*)((const char*)b + tile_b_column(i) * row_bytes))[i & 7];
   return t;
 }
 DEVICE TileB tile_b_f16_transposed(const u16* b, int row_bytes) {
-  TileB t = {(const char*)b, row_bytes, 1};
+  TileB t;
+  for (int i = 0; i < TILE_B_WORDS; i++) {
+    const char* k = (const char*)b + (i & 7) * 2 * row_bytes + tile_b_column(i) * 2;
+    t.r[i] = (int)(*(const u16*)k | (u32) * (const u16*)(k + row_bytes) << 16);
+  }
   return t;
 }
 DEVICE void tile_s8(int* acc, TileA a, TileB b) {
-  for (int i = 0; i < TILE_ACC; i++) {
-    const int* x = (const int*)(a.base + tile_row(i) * a.row_bytes);
-    const int* y = (const int*)(b.base + tile_col(i) * b.row_bytes);
-    for (int k = 0; k < 8; k++) acc[i] = dot4(x[k], y[k], acc[i]);
-  }
+  for (int i = 0; i < TILE_B_WORDS; i++) acc[i >> 3] = dot4(a.r[i & 7], b.r[i], acc[i >> 3]);
 }
 DEVICE void tile_f16(float* acc, TileA a, TileB b) {
   for (int i = 0; i < TILE_ACC; i++) {
-    const u16* x = (const u16*)(a.base + tile_row(i) * a.row_bytes);
     float sum = 0;
     for (int k = 0; k < 16; k++) {
-      const char* y = b.transposed ? b.base + k * b.row_bytes + tile_col(i) * 2 : b.base + tile_col(i) * b.row_bytes + k * 2;
-      sum = fmaf(f16_to_f32(x[k]), f16_to_f32(*(const u16*)y), sum);
+      u32 x = (u32)a.r[k >> 1] >> 16 * (k & 1), y = (u32)b.r[8 * i + (k >> 1)] >> 16 * (k & 1);
+      sum = fmaf(f16_to_f32((u16)x), f16_to_f32((u16)y), sum);
     }
     acc[i] += sum;
   }

@@ -23,6 +23,7 @@ DEVICE u64 best_logit(const float* logits, int n) {
   return best;
 }
 KERNEL greedy_f32(const float* logits, int* id, int n) {
+  wait_for_inputs();
   u64 best = best_logit(logits, n);
   if (THREAD == 0) *id = best ? (int)~(u32)best : -1;
 }
@@ -43,9 +44,13 @@ DEVICE u64 weight_of(float logit, float top, float temperature) {
   return (u64)(exp(((double)logit - (double)top) / (double)temperature) * 17592186044416.0);
 }
 // Candidates ordered by logit descending, then id; the first whose running sum of probabilities exceeds uniform * total.
-// Found by radix on the sort key, 4 times 8 bits, then among equal logits by their number.
+// Found by radix on the sort key, 11, 11 and 10 bits (few logits share the first ones: sums of 64 bits in shared memory are slow
+// where many threads add to one), then among equal logits by their number.
+#define BINS 2048
 KERNEL temperature_f32(const float* logits, const long long* step, int* id, int n, float temperature, u64 seed) {
-  SHARED u64 weight[256];
+  wait_for_inputs();
+  SHARED u64 weight[BINS];
+  SHARED u64 of_32[BINS / 32];  // sums of 32 bins
   SHARED u64 target;
   SHARED u32 prefix;
   u64 best = best_logit(logits, n);
@@ -54,23 +59,32 @@ KERNEL temperature_f32(const float* logits, const long long* step, int* id, int 
     return;
   }
   float top = logits[(u32)~(u32)best];
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int i = THREAD; i < 256; i += N_THREADS) weight[i] = 0;
+  _Pragma("unroll 1") for (int pass = 0; pass < 3; pass++) {
+    int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, bits = pass == 2 ? 10 : 11;
+    for (int i = THREAD; i < BINS; i += N_THREADS) weight[i] = 0;
     barrier();
-    u32 high = shift == 24 ? 0 : prefix;
+    u32 high = pass == 0 ? 0 : prefix;
     for (int i = THREAD; i < n; i += N_THREADS) {
       u32 key = sort_key(logits[i]);
-      if (shift == 24 || key >> (shift + 8) == high >> (shift + 8))
-        atomic_add_u64(&weight[key >> shift & 255], weight_of(logits[i], top, temperature));
+      if (pass && key >> (shift + bits) != high >> (shift + bits)) continue;
+      u64 w = weight_of(logits[i], top, temperature);
+      if (w) atomic_add_u64(&weight[key >> shift & ((1 << bits) - 1)], w);
+    }
+    barrier();
+    if (THREAD < BINS / 32) {
+      of_32[THREAD] = 0;
+      _Pragma("unroll 4") for (int i = 0; i < 32; i++) of_32[THREAD] += weight[32 * THREAD + i];
     }
     barrier();
     if (THREAD == 0) {
-      if (shift == 24) {
+      if (pass == 0) {
         u64 total = 0;
-        for (int i = 0; i < 256; i++) total += weight[i];
+        _Pragma("unroll 4") for (int i = 0; i < BINS / 32; i++) total += of_32[i];
         target = mul_high(total, philox24(seed, (u64)*step) << 40);
       }
-      int digit = 255;
+      int group = BINS / 32 - 1;
+      while (of_32[group] <= target) target -= of_32[group--];
+      int digit = 32 * group + 31;
       while (weight[digit] <= target) target -= weight[digit--];
       prefix = high | (u32)digit << shift;
     }
@@ -88,5 +102,6 @@ KERNEL temperature_f32(const float* logits, const long long* step, int* id, int 
 
 // The next step's inputs: the chosen id, its position, its number. An id of -1 leaves token 0 to run; the host sees the -1.
 KERNEL next_step(const int* chosen, int* token, int* pos, long long* step) {
+  wait_for_inputs();
   if (THREAD == 0) *token = imax(*chosen, 0), *pos += 1, *step += 1;
 }

@@ -1,59 +1,137 @@
-// chosen[t] = the k best of score[t, 0..pos[t]], ascending, then -1. Radix select: 3 passes of 11, 11 and 10 bits find the key of the
-// last one chosen and how many of its equals are taken. One block of 1024 threads per token; nothing after pos is read.
+// chosen[t] = the k best of score[t, 0..pos[t]], ascending, then -1; nothing after pos is read. Radix select: 3 passes of 11, 11 and
+// 10 bits find the key of the last one chosen and how many of its equals are taken. Blocks of 1024 threads: one per token, or for
+// long rows one per token and CHUNK scores: top_k_count three times, top_k_tally, top_k_place.
 
 #define BINS 2048
 #define EACH 4  // neighbouring scores that one thread takes at a time
+#define CHUNK (EACH * 1024)
 
-KERNEL select_top_k_f32(const float* score, const int* pos, int* chosen, long long score_stride, int k) {
-  SHARED int count[BINS];
+// All keys above the threshold are chosen, and `equals` of those equal to it; NaN has key 0. all: every number is chosen.
+typedef struct { u32 threshold; int equals; bool all; } Cut;
+
+DEVICE int shift_of(int pass) { return pass == 0 ? 21 : pass == 1 ? 10 : 0; }
+// The digit of a key in this pass, -1 if it is not among those that are still to be told apart.
+DEVICE int digit_of(u32 key, int pass, Cut cut) {
+  if (!key || (pass && (key ^ cut.threshold) >> shift_of(pass - 1))) return -1;
+  return key >> shift_of(pass) & (pass == 2 ? BINS / 2 - 1 : BINS - 1);
+}
+// count: how many keys have each digit. All 1024 threads call it.
+DEVICE Cut refined(Cut cut, const int* count, int pass, int k) {
   SHARED u32 prefix;
   SHARED int wanted;
-  int t = BLOCK_X, n = pos[t] + 1, total;
+  int total, left = pass ? cut.equals : k, high = BINS - 1 - 2 * THREAD;  // this thread's bins: high and high - 1
+  int in_high = count[high], in_both = in_high + count[high - 1], above = block_scan(in_both, &total);
+  if (above < left && above + in_both >= left) {
+    bool upper = above + in_high >= left;
+    prefix = cut.threshold | (u32)(upper ? high : high - 1) << shift_of(pass);
+    wanted = left - above - (upper ? 0 : in_high);
+  }
+  barrier();
+  if (pass == 0 && total <= k) cut.all = true;
+  if (!cut.all) cut.threshold = prefix, cut.equals = wanted;
+  return cut;
+}
+DEVICE Cut no_cut(int n, int k) {
+  Cut cut = {0, 0, n <= k};
+  return cut;
+}
+// 1 << 0: above the cut, 1 << 16: equal to it. Both are counted at once.
+DEVICE int kind_of(u32 key, Cut cut) { return key > cut.threshold ? 1 : key && key == cut.threshold ? 1 << 16 : 0; }
+
+// The chosen among row[first..first + CHUNK) go to their places, *done of which are filled; *equal equals have been seen.
+DEVICE void place(const float* row, int first, int n, Cut cut, int* chosen, int* done, int* equal) {
+  u32 key[EACH];
+  int mine = 0, sums;
+  UNROLL for (int j = 0; j < EACH; j++) {
+    int i = first + EACH * THREAD + j;
+    key[j] = i < n ? sort_key(row[i]) : 0;
+    mine += kind_of(key[j], cut);
+  }
+  int before = block_scan(mine, &sums);
+  int more_before = *done + (before & 0xffff), equal_before = *equal + (before >> 16), taken_before = imin(*equal, cut.equals);
+  UNROLL for (int j = 0; j < EACH; j++) {
+    int kind = kind_of(key[j], cut), at = more_before + imin(equal_before, cut.equals) - taken_before;
+    if (kind == 1 || (kind && equal_before < cut.equals)) chosen[at] = first + EACH * THREAD + j;
+    more_before += kind & 1, equal_before += kind >> 16;
+  }
+  *done += (sums & 0xffff) + imin(*equal + (sums >> 16), cut.equals) - taken_before;
+  *equal += sums >> 16;
+}
+
+KERNEL select_top_k_f32(const float* score, const int* pos, int* chosen, long long score_stride, int k) {
+  wait_for_inputs();
+  SHARED int count[BINS];
+  int t = BLOCK_X, n = pos[t] + 1, done = 0, equal = 0;
   const float* row = score + t * score_stride;
+  Cut cut = no_cut(n, k);
   chosen += (long long)t * k;
-  u32 threshold = 0;  // all keys above it are chosen, and `equals` of those equal to it; NaN has key 0
-  int equals = 0;
-  bool all = n <= k;
-  for (int shift = 21, bits = 11; !all && bits; bits = shift == 0 ? 0 : shift == 10 ? 10 : 11, shift = shift == 21 ? 10 : 0) {
+  for (int pass = 0; pass < 3 && !cut.all; pass++) {
     for (int i = THREAD; i < BINS; i += N_THREADS) count[i] = 0;
     barrier();
     _Pragma("unroll 4") for (int i = THREAD; i < n; i += N_THREADS) {
-      u32 key = sort_key(row[i]);
-      if (key && (shift == 21 || key >> (shift + bits) == threshold >> (shift + bits)))
-        atomic_add(&count[key >> shift & ((1 << bits) - 1)], 1);
+      int digit = digit_of(sort_key(row[i]), pass, cut);
+      if (digit >= 0) atomic_add(&count[digit], 1);
     }
     barrier();
-    int left = shift == 21 ? k : equals, high = BINS - 1 - 2 * THREAD;  // this thread's bins: high and high - 1
-    int in_high = count[high], in_both = in_high + count[high - 1], above = block_scan(in_both, &total);
-    all = shift == 21 && total <= k;
-    if (above < left && above + in_both >= left) {
-      bool upper = above + in_high >= left;
-      prefix = threshold | (u32)(upper ? high : high - 1) << shift;
-      wanted = left - above - (upper ? 0 : in_high);
-    }
-    barrier();
-    if (!all) threshold = prefix, equals = wanted;
+    cut = refined(cut, count, pass, k);
   }
-
-  int done = 0, equals_seen = 0;
-  for (int i0 = 0; i0 < n; i0 += EACH * N_THREADS) {
-    u32 key[EACH];
-    int mine = 0, sums;  // more << 0, equal << 16: both counts at once
-    UNROLL for (int j = 0; j < EACH; j++) {
-      int i = i0 + EACH * THREAD + j;
-      key[j] = i < n ? sort_key(row[i]) : 0;
-      mine += key[j] > threshold ? 1 : key[j] == threshold && key[j] ? 1 << 16 : 0;
-    }
-    int before = block_scan(mine, &sums);
-    int more_before = done + (before & 0xffff), equal_before = equals_seen + (before >> 16), taken_before = imin(equals_seen, equals);
-    UNROLL for (int j = 0; j < EACH; j++) {
-      int at = more_before + imin(equal_before, equals) - taken_before;
-      bool more = key[j] > threshold, equal = key[j] == threshold && key[j];
-      if (more || (equal && equal_before < equals)) chosen[at] = i0 + EACH * THREAD + j;
-      more_before += more, equal_before += equal;
-    }
-    done += (sums & 0xffff) + imin(equals_seen + (sums >> 16), equals) - taken_before;
-    equals_seen += sums >> 16;
-  }
+  for (int first = 0; first < n; first += CHUNK) place(row, first, n, cut, chosen, &done, &equal);
   for (int i = done + THREAD; i < k; i += N_THREADS) chosen[i] = -1;
+}
+
+// histogram[t, pass] of the digits of all rows; it begins as zeros.
+KERNEL top_k_count(const float* score, const int* pos, int* histogram, long long score_stride, int k, int pass) {
+  wait_for_inputs();
+  SHARED int count[BINS];
+  int t = BLOCK_Y, n = pos[t] + 1, first = BLOCK_X * CHUNK;
+  const float* row = score + t * score_stride;
+  Cut cut = no_cut(n, k);
+  histogram += t * 3 * BINS;
+  for (int p = 0; p < pass && !cut.all; p++) cut = refined(cut, histogram + p * BINS, p, k);
+  if (cut.all || first >= n) return;
+  for (int i = THREAD; i < BINS; i += N_THREADS) count[i] = 0;
+  barrier();
+  UNROLL for (int i = first + THREAD; i < first + CHUNK; i += 1024) {
+    int digit = i < n ? digit_of(sort_key(row[i]), pass, cut) : -1;
+    if (digit >= 0) atomic_add(&count[digit], 1);
+  }
+  barrier();
+  for (int i = THREAD; i < BINS; i += N_THREADS)
+    if (count[i]) atomic_add(&histogram[pass * BINS + i], count[i]);
+}
+
+DEVICE Cut final_cut(const int* histogram, int n, int k) {
+  Cut cut = no_cut(n, k);
+  for (int pass = 0; pass < 3 && !cut.all; pass++) cut = refined(cut, histogram + (BLOCK_Y * 3 + pass) * BINS, pass, k);
+  return cut;
+}
+
+// tally[t, chunk] = (keys above the cut, keys equal to it)
+KERNEL top_k_tally(const float* score, const int* pos, const int* histogram, int* tally, long long score_stride, int k) {
+  wait_for_inputs();
+  int t = BLOCK_Y, n = pos[t] + 1, first = BLOCK_X * CHUNK, mine = 0, sums;
+  const float* row = score + t * score_stride;
+  Cut cut = final_cut(histogram, n, k);
+  UNROLL for (int i = first + THREAD; i < first + CHUNK; i += 1024) mine += i < n ? kind_of(sort_key(row[i]), cut) : 0;
+  block_scan(mine, &sums);
+  tally += (t * GRID_X + BLOCK_X) * 2;
+  if (THREAD == 0) tally[0] = sums & 0xffff, tally[1] = sums >> 16;
+}
+
+KERNEL top_k_place(const float* score, const int* pos, const int* histogram, const int* tally, int* chosen, long long score_stride,
+                   int k) {
+  wait_for_inputs();
+  int t = BLOCK_Y, n = pos[t] + 1, first = BLOCK_X * CHUNK, more = 0, same = 0, done, equal;
+  const float* row = score + t * score_stride;
+  Cut cut = final_cut(histogram, n, k);
+  if (first >= n) return;
+  chosen += (long long)t * k;
+  for (int i = THREAD; i < BLOCK_X; i += N_THREADS)
+    more += tally[(t * GRID_X + i) * 2], same += tally[(t * GRID_X + i) * 2 + 1];
+  block_scan(more, &done);
+  block_scan(same, &equal);
+  done += imin(equal, cut.equals);
+  place(row, first, n, cut, chosen, &done, &equal);
+  if (first + CHUNK >= n)
+    for (int i = done + THREAD; i < k; i += N_THREADS) chosen[i] = -1;
 }

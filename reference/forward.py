@@ -14,9 +14,10 @@ def forward(weights, config, cache, tokens, pos, ops, probe=NO_PROBE, n_out=None
     table = ops.rope_table(pos, c.rope, c.rope_theta)  # cos, sin [T,P/2]
     x = ops.embed(tokens, weights.token_embd)  # [T,D]
     probe("embd", x)
+    norms = [*(w.attn_norm for w in weights.layers), weights.output_norm]
+    h = ops.rms_norm(x, norms[0], c.rms_eps)  # [T,D]
     for i, w in enumerate(weights.layers):
         mark = probe.layer(i)
-        h = ops.rms_norm(x, w.attn_norm, c.rms_eps)  # [T,D]
         mark("attn_norm", h)
         q_a, q = ops.queries(h, w, table, c, mark)  # [T,Q] [T,H,R+P]
         ops.store(cache.kv[i], ops.latents(h, w, table, c, mark), pos)  # [T,R+P]
@@ -29,18 +30,17 @@ def forward(weights, config, cache, tokens, pos, ops, probe=NO_PROBE, n_out=None
         mark("kqv_out", kqv)
         attn = ops.linear(kqv, w.attn_output)  # [T,D]
         mark("attn_out", attn)
-        x = ops.add(x, attn)
+        x, h = ops.add_norm(x, attn, w.ffn_norm, c.rms_eps)  # [T,D] [T,D]
         mark("ffn_inp", x)
-        h = ops.rms_norm(x, w.ffn_norm, c.rms_eps)
         mark("ffn_norm", h)
         ffn = ops.moe_ffn(h, w, c, mark) if c.is_moe(i) else ops.dense_ffn(h, w, mark)  # [T,D]
         mark("ffn_out", ffn)
-        x = ops.add(x, ffn)
+        x, h = ops.add_norm(x, ffn, norms[i + 1], c.rms_eps)
         mark("l_out", x)
         if i == last_layer:
             return x
-    x = ops.rms_norm(x[-(n_out or len(x)) :], weights.output_norm, c.rms_eps)  # [n_out,D]
-    probe("result_norm", x)
-    logits = ops.linear(x, weights.output)  # [n_out,Y]
+    h = h[-(n_out or len(h)) :]  # [n_out,D]
+    probe("result_norm", h)
+    logits = ops.linear(h, weights.output)  # [n_out,Y]
     probe("result_output", logits)
     return logits

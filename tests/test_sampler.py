@@ -220,3 +220,18 @@ def test_arguments_that_make_no_sense():
     for id in (-1, 3):
         with pytest.raises(NpglmError, match=f"^token id {id} is outside the 3 logits$"):
             Sampler().logprob(row(1, 2, 3), id)
+
+
+@pytest.mark.parametrize(
+    ("options", "filters"),
+    [
+        ({}, False),
+        ({"top_k": 3}, True),
+        ({"top_p": 0.9}, True),
+        ({"min_p": 0.1}, True),
+        ({"top_k": 3, "temperature": 0}, False),
+    ],
+)
+def test_filters_are_what_temperature_alone_does_not_do(options, filters):
+    """Where there are none, an op set may sample with temperature alone; greedy ignores them."""
+    assert Sampler(**{"temperature": 1.0} | options).filters == filters

@@ -283,6 +283,9 @@ def attend_tokens(shared, thread):
             n = valid_keys(shared, first + i, indices + 8 * n_all * i)
             store_i64(counts + 8 * i, n)
             longest = max(longest, n)
+            if n == 0:  # no chunk writes this part: 0 / 0
+                for j in range(n_heads * (1 + rank)):
+                    store_f32(parts + part_step * i + 4 * (n_heads + j), np.float32(0))
             q = get(shared, Q) + 4 * n_heads * n_columns * (first + i)
             pack_heads(q, n_heads, n_columns, as_f32(get(shared, SCALE)), panels + panels_step * i)
         for chunk in range(0, longest, KEYS):

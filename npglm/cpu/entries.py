@@ -216,13 +216,13 @@ def route(ws, logits, bias, n_tokens, n_experts, k, norm, scale, experts, weight
 @entry
 def combine_experts(y, weights, n_tokens, k, n, out):
     for t in range(n_tokens):
-        moe.combine(y + 4 * n * k * t, 0, weights + 4 * k * t, k, n, out + 4 * n * t)
+        moe.combine(y + 4 * n * k * t, 0, 0, weights + 4 * k * t, k, n, out + 4 * n * t)
 
 
 attention, indexer_score, select_top_k = run_attention, indexer.run_scores, indexer.run_top_k
-linear_experts, gate_up_swiglu, dense_ffn, moe_ffn = moe.linear_experts, moe.gate_up_swiglu, moe.dense_ffn, moe.moe_ffn
+linear_experts, gate_up_swiglu, dense_ffn, moe_experts = moe.linear_experts, moe.gate_up_swiglu, moe.dense_ffn, moe.moe_experts
 
 # What forward() calls when nobody probes.
 FORWARD = (
-    rope_table, embed, rms_norm, queries, latents, store, index, attention, linear_heads, linear, add, dense_ffn, moe_ffn,
+    rope_table, embed, rms_norm, queries, latents, store, index, attention, linear_heads, linear, add, route, dense_ffn, moe_experts,
 )  # fmt: skip

@@ -8,6 +8,8 @@ kernel   compiled once and called by address, so that what calls it is not compi
 Numba's cache looks at the file of the function alone; here a change in any file of this package makes all entries stale.
 """
 
+import contextlib
+import gc
 import hashlib
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +37,18 @@ def _cache(function):
         return _Cache(function)
     except RuntimeError:  # no folder to write to: compile in every process
         return caching.NullCache()
+
+
+@contextlib.contextmanager
+def collection_paused():
+    """Compiling makes millions of objects that stay: Python's search for garbage among them would be a twelfth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)

@@ -7,11 +7,22 @@ from npglm.cpu.elementwise import add, sigmoid, swiglu
 from npglm.cpu.jit import entry, inner
 from npglm.cpu.job import BYTES, LIST, MATRIX_FIELDS, ROWS, SOURCES, TOKENS, cut, get, make, put
 from npglm.cpu.products import run_products
-from npglm.cpu.simd import fma_f32, load_f32, load_i32, load_i64, store_f32, store_i32, store_i64
+from npglm.cpu.simd import (
+    fma_f32,
+    fma_f32x16,
+    load_f32,
+    load_f32x16,
+    load_i32,
+    load_i64,
+    splat_f32x16,
+    store_f32,
+    store_f32x16,
+    store_i32,
+    store_i64,
+)
 from npglm.cpu.weights import INDEX
 from npglm.cpu.workspace import mark, release, take
 
-GATE_INP, BIAS = INDEX["ffn_gate_inp"], INDEX["exp_probs_b"]
 GATE_EXPS, UP_EXPS, DOWN_EXPS = INDEX["ffn_gate_exps"], INDEX["ffn_up_exps"], INDEX["ffn_down_exps"]
 GATE_SHEXP, UP_SHEXP, DOWN_SHEXP = INDEX["ffn_gate_shexp"], INDEX["ffn_up_shexp"], INDEX["ffn_down_shexp"]
 GATE, UP, DOWN = INDEX["ffn_gate"], INDEX["ffn_up"], INDEX["ffn_down"]
@@ -61,19 +72,30 @@ def route(ws, logits, bias, n_experts, k, norm, scale, experts, weights):
 
 
 @inner
-def combine(y, order, weights, k, n, out):
-    """sum over i of weights[i] * y[order[i]] (order int64 at an address, or 0: 0..k) -> out f32 [n], in the order of i."""
-    for i in range(n):
-        store_f32(out + 4 * i, np.float32(0))
-    for i in range(k):
-        w, row = load_f32(weights + 4 * i), y + 4 * n * (load_i64(order + 8 * i) if order else i)
-        for c in range(n):
-            store_f32(out + 4 * c, fma_f32(load_f32(row + 4 * c), w, load_f32(out + 4 * c)))
+def combine(y, order, experts, weights, k, n, out):
+    """sum over i of weights[i] * y[order[i]] (order int64 at an address, or 0: 0..k) -> out f32 [n], in the order of i.
+
+    experts int32 [k] at an address, or 0: those that are -1 are left out."""
+    whole = n // 16 * 16
+    for c in range(0, whole, 16):
+        total = splat_f32x16(np.float32(0))
+        for i in range(k):
+            if not experts or load_i32(experts + 4 * i) >= 0:
+                at = y + 4 * (n * (load_i64(order + 8 * i) if order else i) + c)
+                total = fma_f32x16(load_f32x16(at), splat_f32x16(load_f32(weights + 4 * i)), total)
+        store_f32x16(out + 4 * c, total)
+    for c in range(whole, n):
+        sum = np.float32(0)
+        for i in range(k):
+            if not experts or load_i32(experts + 4 * i) >= 0:
+                at = y + 4 * (n * (load_i64(order + 8 * i) if order else i) + c)
+                sum = fma_f32(load_f32(at), load_f32(weights + 4 * i), sum)
+        store_f32(out + 4 * c, sum)
 
 
 # --- tokens by expert -------------------------------------------------------------------------------------------------------
 # Pairs (token, one of its K experts) are numbered t * K + i. Sorted by expert, pair p stands at place[p], and expert e's are
-# first[e] .. first[e+1].
+# first[e] .. first[e+1]. Pairs whose expert is -1 (not on this rank) have no place: there are first[E] others.
 
 
 @inner
@@ -82,11 +104,14 @@ def sort_pairs(experts, n_pairs, n_experts, first, place, pair_of):
     for e in range(n_experts + 1):
         store_i64(first + 8 * e, 0)
     for p in range(n_pairs):
-        at = first + 8 * (load_i32(experts + 4 * p) + 1)
-        store_i64(at, load_i64(at) + 1)
+        if load_i32(experts + 4 * p) >= 0:
+            at = first + 8 * (load_i32(experts + 4 * p) + 1)
+            store_i64(at, load_i64(at) + 1)
     for e in range(n_experts):
         store_i64(first + 8 * e + 8, load_i64(first + 8 * e + 8) + load_i64(first + 8 * e))
     for p in range(n_pairs):
+        if load_i32(experts + 4 * p) < 0:
+            continue
         at = first + 8 * load_i32(experts + 4 * p)
         to = load_i64(at)
         store_i64(place + 8 * p, to)
@@ -121,37 +146,48 @@ def expert_jobs(jobs, matrix, n_experts, first, sources, n_sources, x, y):
 
 @inner
 def one_token_jobs(jobs, matrix, n_experts, experts, k, x, x_stride, y, y_stride):
-    """A job for each of one token's experts; x_stride 0: they share the row."""
-    n_out = get(matrix, ROWS) // n_experts
+    """A job for each of one token's experts that is here; x_stride 0: they share the row. Returns the number of jobs."""
+    n_out, n_jobs = get(matrix, ROWS) // n_experts, 0
     for i in range(k):
-        j = jobs + BYTES * i
+        if load_i32(experts + 4 * i) < 0:
+            continue
+        j = jobs + BYTES * n_jobs
         make(j, matrix, x + x_stride * i, 0, y + y_stride * i, 0, 1)
         cut(j, n_out * load_i32(experts + 4 * i), n_out)
+        n_jobs += 1
+    return n_jobs
 
 
 @entry
 def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
-    """x f32 [T][in] (per_pair: [T][K][in]), experts int32 [T,K] -> y f32 [T][K][out]."""
+    """x f32 [T][in] (per_pair: [T][K][in]), experts int32 [T,K] -> y f32 [T][K][out], 0 where the expert is -1."""
     at = mark(ws)
     n_in, n_out, n_pairs = get(matrix, job.N), get(matrix, ROWS) // n_experts, n_tokens * k
     if n_tokens == 1:
         jobs = take(ws, BYTES * k)
-        one_token_jobs(jobs, matrix, n_experts, experts, k, x, 4 * n_in * per_pair, y, 4 * n_out)
-        run_products(ws, jobs, k)
+        n_jobs = one_token_jobs(jobs, matrix, n_experts, experts, k, x, 4 * n_in * per_pair, y, 4 * n_out)
+        if n_jobs:
+            run_products(ws, jobs, n_jobs)
     else:
         jobs, first = take(ws, BYTES * min(n_experts, n_pairs)), take(ws, 8 * (n_experts + 1))
         place, pair_of = take(ws, 8 * n_pairs), take(ws, 8 * n_pairs)
         sort_pairs(experts, n_pairs, n_experts, first, place, pair_of)
         if not per_pair:
-            for p in range(n_pairs):
-                store_i64(pair_of + 8 * p, load_i64(pair_of + 8 * p) // k)
+            for i in range(load_i64(first + 8 * n_experts)):
+                store_i64(pair_of + 8 * i, load_i64(pair_of + 8 * i) // k)
         sorted_y = take(ws, 4 * n_pairs * n_out)
         n_jobs = expert_jobs(jobs, matrix, n_experts, first, pair_of, n_pairs if per_pair else n_tokens, x, sorted_y)
-        run_products(ws, jobs, n_jobs)
+        if n_jobs:
+            run_products(ws, jobs, n_jobs)
         for p in range(n_pairs):
-            row = sorted_y + 4 * n_out * load_i64(place + 8 * p)
+            if load_i32(experts + 4 * p) >= 0:
+                row = sorted_y + 4 * n_out * load_i64(place + 8 * p)
+                for c in range(n_out):
+                    store_f32(y + 4 * (n_out * p + c), load_f32(row + 4 * c))
+    for p in range(n_pairs):
+        if load_i32(experts + 4 * p) < 0:
             for c in range(n_out):
-                store_f32(y + 4 * (n_out * p + c), load_f32(row + 4 * c))
+                store_f32(y + 4 * (n_out * p + c), np.float32(0))
     release(ws, at)
 
 
@@ -184,65 +220,52 @@ def dense_ffn(ws, h, n_tokens, table, out):
 
 
 @entry
-def moe_ffn(ws, h, n_tokens, table, k, norm, scale, out):
-    """h f32 [T][D] -> out f32 [T][D]: routed experts and the shared one. Three rounds of products, each over all threads at once."""
+def moe_experts(ws, h, n_tokens, table, n_experts, experts, weights, k, out):
+    """h f32 [T][D], experts int32 [T,K], weights f32 [T,K] -> out f32 [T][D]: routed experts (-1: not here) and the shared one, if the
+    table has it. Two rounds of products, each over all threads at once."""
     at = mark(ws)
-    n = get(tensor(table, GATE_INP), job.N)
-    n_experts, n_pairs = get(tensor(table, GATE_INP), ROWS), n_tokens * k
+    n, n_pairs = get(tensor(table, GATE_EXPS), job.N), n_tokens * k
     n_ffn, n_shared = get(tensor(table, GATE_EXPS), ROWS) // n_experts, get(tensor(table, GATE_SHEXP), ROWS)
-    jobs = take(ws, BYTES * (2 * max(min(n_experts, n_pairs), k) + 3))
-    logits = take(ws, 4 * n_tokens * n_experts)
-    experts, weights = take(ws, 4 * n_pairs), take(ws, 4 * n_pairs)
+    jobs = take(ws, BYTES * (2 * max(min(n_experts, n_pairs), k) + 2))
     shared_gate, shared_up = take(ws, 4 * n_tokens * n_shared), take(ws, 4 * n_tokens * n_shared)
-    make(jobs, tensor(table, GATE_INP), h, 4 * n, logits, 4 * n_experts, n_tokens)
-    make(jobs + BYTES, tensor(table, GATE_SHEXP), h, 4 * n, shared_gate, 4 * n_shared, n_tokens)
-    make(jobs + 2 * BYTES, tensor(table, UP_SHEXP), h, 4 * n, shared_up, 4 * n_shared, n_tokens)
-    run_products(ws, jobs, 3)
-    swiglu(shared_gate, shared_up, n_tokens * n_shared, shared_gate)
-    bias = get(tensor(table, BIAS), job.W)
-    for t in range(n_tokens):
-        route(
-            ws,
-            logits + 4 * n_experts * t,
-            bias,
-            n_experts,
-            k,
-            norm,
-            np.float32(scale),
-            experts + 4 * k * t,
-            weights + 4 * k * t,
-        )
-
     gate, up, down = take(ws, 4 * n_pairs * n_ffn), take(ws, 4 * n_pairs * n_ffn), take(ws, 4 * n_pairs * n)
-    place = 0
+    first, place = take(ws, 8 * (n_experts + 1)), take(ws, 8 * n_pairs)
+    sources = take(ws, 8 * n_pairs)
     if n_tokens == 1:
-        one_token_jobs(jobs, tensor(table, GATE_EXPS), n_experts, experts, k, h, 0, gate, 4 * n_ffn)
-        one_token_jobs(jobs + BYTES * k, tensor(table, UP_EXPS), n_experts, experts, k, h, 0, up, 4 * n_ffn)
-        run_products(ws, jobs, 2 * k)
-        swiglu(gate, up, k * n_ffn, gate)
-        one_token_jobs(jobs, tensor(table, DOWN_EXPS), n_experts, experts, k, gate, 4 * n_ffn, down, 4 * n)
-        n_jobs = k
+        n_jobs = one_token_jobs(jobs, tensor(table, GATE_EXPS), n_experts, experts, k, h, 0, gate, 4 * n_ffn)
+        one_token_jobs(jobs + BYTES * n_jobs, tensor(table, UP_EXPS), n_experts, experts, k, h, 0, up, 4 * n_ffn)
     else:
-        first, place = take(ws, 8 * (n_experts + 1)), take(ws, 8 * n_pairs)
-        sources = take(ws, 8 * n_pairs)
         sort_pairs(experts, n_pairs, n_experts, first, place, sources)
+        n_pairs = load_i64(first + 8 * n_experts)  # that are here
         for p in range(n_pairs):
             store_i64(sources + 8 * p, load_i64(sources + 8 * p) // k)
         n_jobs = expert_jobs(jobs, tensor(table, GATE_EXPS), n_experts, first, sources, n_tokens, h, gate)
         expert_jobs(jobs + BYTES * n_jobs, tensor(table, UP_EXPS), n_experts, first, sources, n_tokens, h, up)
         _pair_up(ws, jobs, n_jobs)
-        run_products(ws, jobs, 2 * n_jobs)
+    shared = jobs + BYTES * 2 * n_jobs
+    if n_shared:
+        make(shared, tensor(table, GATE_SHEXP), h, 4 * n, shared_gate, 4 * n_shared, n_tokens)
+        make(shared + BYTES, tensor(table, UP_SHEXP), h, 4 * n, shared_up, 4 * n_shared, n_tokens)
+    run_products(ws, jobs, 2 * n_jobs + (2 if n_shared else 0))
+    swiglu(shared_gate, shared_up, n_tokens * n_shared, shared_gate)
+    if n_tokens == 1:
+        for i in range(k):
+            if load_i32(experts + 4 * i) >= 0:
+                swiglu(gate + 4 * n_ffn * i, up + 4 * n_ffn * i, n_ffn, gate + 4 * n_ffn * i)
+        one_token_jobs(jobs, tensor(table, DOWN_EXPS), n_experts, experts, k, gate, 4 * n_ffn, down, 4 * n)
+    else:
         swiglu(gate, up, n_pairs * n_ffn, gate)
-        n_jobs = expert_jobs(jobs, tensor(table, DOWN_EXPS), n_experts, first, 0, 0, gate, down)
-    shared_down = jobs + BYTES * n_jobs
-    shared = take(ws, 4 * n_tokens * n)
-    make(shared_down, tensor(table, DOWN_SHEXP), shared_gate, 4 * n_shared, shared, 4 * n, n_tokens)
-    run_products(ws, jobs, n_jobs + 1)
+        expert_jobs(jobs, tensor(table, DOWN_EXPS), n_experts, first, 0, 0, gate, down)
+    shared_down = take(ws, 4 * n_tokens * n)
+    if n_shared:
+        make(jobs + BYTES * n_jobs, tensor(table, DOWN_SHEXP), shared_gate, 4 * n_shared, shared_down, 4 * n, n_tokens)
+    run_products(ws, jobs, n_jobs + (1 if n_shared else 0))
     for t in range(n_tokens):
-        order = place + 8 * k * t if place else 0
+        order = place + 8 * k * t if n_tokens > 1 else 0
         to = out + 4 * n * t
-        combine(down, order, weights + 4 * k * t, k, n, to)
-        add(to, shared + 4 * n * t, n, to)
+        combine(down, order, experts + 4 * k * t, weights + 4 * k * t, k, n, to)
+        if n_shared:
+            add(to, shared_down + 4 * n * t, n, to)
     release(ws, at)
 
 

@@ -14,7 +14,7 @@ from npglm.cpu import entries, products, threads, tier, workspace
 from npglm.cpu import indexer as indexer_kernels
 from npglm.cpu import weights as cpu_weights
 from npglm.cpu.host import Host, address_of, address_space
-from npglm.cpu.jit import compile_entry
+from npglm.cpu.jit import collection_paused, compile_entry
 from npglm.errors import NpglmError
 from npglm.trace.probes import NO_PROBE
 
@@ -71,16 +71,21 @@ class CpuOps:
         progress: has nothing to tell, as no bytes are moved.
         Compiles what forward() calls, so that no token waits for it.
         """
-        self.ws  # noqa: B018
-        for i, entry in enumerate(entries.FORWARD):
-            self._progress(len(KERNELS) + i, N_COMPILED)
-            compile_entry(entry)
+        with collection_paused():
+            self.ws  # noqa: B018
+            for i, entry in enumerate(entries.FORWARD):
+                self._progress(len(KERNELS) + i, N_COMPILED)
+                compile_entry(entry)
         self._progress(N_COMPILED, N_COMPILED)
         return cpu_weights.load(checkpoint.weights)
 
     def weight(self, tensor, **_) -> cpu_weights.Matrix:
         """One npglm.checkpoint.Tensor as `load` would make it."""
         return cpu_weights.Matrix(tensor)
+
+    def file_bytes(self, weight) -> np.ndarray:
+        """What `load` made of a tensor: uint8 [n_rows, row_bytes], or a vector's f32 [n]."""
+        return weight.data[0] if len(weight.shape) == 1 else weight.data
 
 
 def _whole(x):
@@ -122,6 +127,12 @@ def rms_norm(ops, x, weight, eps: float):
     x, y = _whole(x), ops.empty(x.shape, F32)
     entries.rms_norm(address_of(x), x.size // weight.n_in, weight.at, eps, address_of(y))
     return y
+
+
+def add_norm(ops, x, y, weight, eps: float):
+    """x and y [T,n], weight [n] -> x + y [T,n] and its RMSNorm [T,n]."""
+    x = ops.add(x, y)
+    return x, ops.rms_norm(x, weight, eps)
 
 
 def layer_norm(ops, x, weight, bias, eps: float):
@@ -400,16 +411,19 @@ def dense_ffn(ops, h, w, probe=NO_PROBE):
     return ops.linear(ops.gate_up_swiglu(h, w.ffn_gate, w.ffn_up, probe), w.ffn_down)
 
 
-def moe_ffn(ops, h, w, config, probe=NO_PROBE):
-    """h [T,D] -> [T,D]: routed experts + shared expert."""
-    c = config
+def local_experts(ops, experts, first: int, count: int):
+    """experts int32 [T,K] -> int32 [T,K]: their places among the `count` experts that a rank holds from `first` on; -1: not here."""
+    local = ops.numpy(experts) - np.int32(first)
+    return ops.array(np.where((local >= 0) & (local < count), local, np.int32(-1)), I32)
+
+
+def moe_experts(ops, h, w, experts, weights, probe=NO_PROBE):
+    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router. An expert of -1 adds 0."""
     if ops.fused and probe is NO_PROBE:
-        h, out = _whole(h), ops.empty(h.shape, F32)
-        entries.moe_ffn(
-            ops.ws, address_of(h), len(h), _layer(w), c.n_chosen, int(c.expert_norm), c.expert_scale, address_of(out)
-        )
+        h, experts, weights, out = _whole(h), _whole(experts), _whole(weights), ops.empty(h.shape, F32)
+        chosen = w.ffn_gate_exps.shape[0], address_of(experts), address_of(weights), experts.shape[1]
+        entries.moe_experts(ops.ws, address_of(h), len(h), _layer(w), *chosen, address_of(out))
         return out
-    experts, weights = ops.route(h, w, config, probe)
     x = ops.moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts, probe)  # [T,K,G]
     routed = ops.moe_down_combine(x, w.ffn_down_exps, experts, weights, probe)  # [T,D]
     probe("ffn_moe_out", routed)
@@ -419,8 +433,13 @@ def moe_ffn(ops, h, w, config, probe=NO_PROBE):
     return ops.add(routed, shared)
 
 
+def moe_ffn(ops, h, w, config, probe=NO_PROBE):
+    """h [T,D] -> [T,D]: routed experts + shared expert."""
+    return ops.moe_experts(h, w, *ops.route(h, w, config, probe), probe)
+
+
 VERBS = (
-    embed, rms_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents, indexer_score,
-    select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
-    combine_experts, moe_down_combine, dense_ffn, moe_ffn, quantize_q8_0, quantize_q8_k,
+    embed, rms_norm, add_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents,
+    indexer_score, select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
+    combine_experts, moe_down_combine, dense_ffn, local_experts, moe_experts, moe_ffn, quantize_q8_0, quantize_q8_k,
 )  # fmt: skip

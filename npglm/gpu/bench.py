@@ -14,18 +14,25 @@ import npglm.forward
 from npglm.cache import Cache
 from npglm.checkpoint import MODEL_TENSORS, layer_tensors
 from npglm.config import GlmConfig
-from npglm.gpu import op_set
+from npglm.gpu import matmul, op_set
 from npglm.gpu.weights import Weight, part_shapes
 
 GLM52 = GlmConfig(
     name="glm-5.2", context_length=1048576, vocab=154880, hidden=6144, n_layers=78, n_mtp=0, n_dense=3,
     full=tuple(max(i - 2, 0) % 4 == 0 for i in range(78)), n_heads=64, nope=192, rope=64, v_dim=256, q_rank=2048, kv_rank=512,
     indexer_heads=32, indexer_dim=128, indexer_top_k=2048, ffn=12288, n_experts=256, n_chosen=8, n_shared=1, expert_ffn=2048,
-    expert_scale=2.5, expert_norm=True, rms_eps=1e-5, indexer_eps=1e-6, rope_theta=8e6,
+    shared_ffn=2048, expert_scale=2.5, expert_norm=True, rms_eps=1e-5, indexer_eps=1e-6, rope_theta=8e6,
 )  # fmt: skip
 SHAPES = {"glm-5.2": GLM52}
 REPLAYS = 50
 ROTATED_BYTES = 1 << 30  # weights of one op that are read in turn, several times any cache
+
+
+def kind_of(attribute: str, axes: str) -> str:
+    """The type of a tensor in a Q2_K-routed GLM-5.2 file."""
+    if len(axes.split()) == 1 or attribute == "ffn_gate_inp":
+        return "f32"
+    return "q2_k" if attribute.endswith("_exps") else "q8_0"
 
 
 def cut(config: GlmConfig, n_layers: int) -> GlmConfig:
@@ -68,8 +75,7 @@ class Random:
         shape = [config.axes[a] for a in axes.split()]
         if len(shape) == 1:
             return self.vector(*shape)
-        kind = "f32" if attribute == "ffn_gate_inp" else "q2_k" if attribute.endswith("_exps") else "q8_0"
-        return self.weight(attribute, kind, shape)
+        return self.weight(attribute, kind_of(attribute, axes), shape)
 
     def layer(self, config, i: int) -> SimpleNamespace:
         return SimpleNamespace(**{a: self.tensor(config, a, axes) for a, (_, axes, _) in layer_tensors(config, i).items()})
@@ -166,6 +172,26 @@ def op_rows(ops, config, random: Random, timer: Timer, layers, caches: dict):
     yield measure("add", lambda i: ops.add(one, h), 4 * 3 * c.hidden, 64)
 
 
+def switch_rows(ops, config, timer: Timer, layers):
+    """(name, tokens, us as for few tokens, us as for many) around matmul.FEW_TOKENS."""
+    c, switch, moe = config, matmul.FEW_TOKENS, [w for w in layers if hasattr(w, "ffn_gate_exps")]
+    for n_tokens in (1, switch // 2, switch, 2 * switch):
+        wide, h = (ops.array(_normal(n_tokens, n), np.float32) for n in (c.n_heads * c.v_dim, c.hidden))
+        rng = np.random.default_rng(4)
+        experts = ops.array([rng.permutation(c.n_experts)[: c.n_chosen] for _ in range(n_tokens)], np.int32)
+        calls = {
+            "attn_output": lambda x=wide: [ops.linear(x, w.attn_output) for w in layers],
+            "experts' gate": lambda x=h, e=experts: [ops.linear_experts(x, w.ffn_gate_exps, e) for w in moe],
+        }
+        for name, call in calls.items():
+            us = []
+            for few in (n_tokens, 0):
+                matmul.FEW_TOKENS = few
+                us.append(1e3 * timer.ms(ops.repeat(call), 10) / (len(moe) if "experts" in name else len(layers)))
+            matmul.FEW_TOKENS = switch
+            yield name, n_tokens, *us
+
+
 def _normal(*shape):
     return np.random.default_rng(7).normal(size=shape)
 
@@ -208,6 +234,10 @@ def bench(
             figures[name] = {"us": ms * 1e3, "bytes": size}
             say(f"{name:>18} {ms * 1e3:8.2f} {size / 1e6:8.2f} {gbs:7.0f} {gbs / copy:7.1%}")
         del caches
+        say(f"\nmatrix-vector kernels up to {matmul.FEW_TOKENS} tokens; us with them and with tiles:")
+        for name, n_tokens, few_us, tiles_us in switch_rows(ops, whole, timer, weights.layers):
+            figures[f"{name}, {n_tokens} tokens"] = {"few_us": few_us, "tiles_us": tiles_us}
+            say(f"{name:>18} {n_tokens:4} {few_us:8.1f} {tiles_us:8.1f}")
     say(
         f"\ndecode, graph replay, median of {REPLAYS}: ms per token with {layers} and {small.n_layers} layers, us per layer, 78 layers"
     )

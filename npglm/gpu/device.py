@@ -3,14 +3,17 @@
 A Device owns arrays (empty, array, numpy) and launch(), which checks every argument against the typed table of raw_kernels.
 """
 
-import contextlib
-from functools import cache
+import ctypes
+import warnings
+from functools import cache, cached_property
 
 import numpy as np
 
 from npglm.errors import NpglmError
+from npglm.gpu.staging import Staging
 from raw_kernels import DTYPES, KERNELS, Argument, source
 
+STAGE_BYTES = 64 << 20
 MAX_BLOCK = 1024
 BLOCK_MULTIPLE = 64  # the widest warp
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -28,6 +31,7 @@ class Device:
     max_shared: int
     array_type: type
     launches = 0  # counted for the benchmark
+    overlaps = False  # a kernel may start before the one before it has ended: see raw_kernels/preamble.hip
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, *values, shared: int = 0, **defines) -> None:
         """Run kernel `name` on grid (x, y, z) of blocks of `block` threads. shared: bytes of dynamic shared memory.
@@ -79,12 +83,29 @@ class Device:
         """A callable that repeats the launches that function() makes. Here it is function itself."""
         return function
 
-    def beside(self):
-        """A context whose launches may run beside those after it, until join()."""
-        return contextlib.nullcontext()
+    def between(self, function) -> None:
+        """Call function() on the host now, between the launches before and after it; in a captured step, each time."""
+        function()
 
-    def join(self) -> None:
-        pass
+    def pinned(self, shape: tuple[int, ...], dtype) -> np.ndarray:
+        """An array on the host that fill() need not copy first."""
+        return np.empty(shape, dtype)
+
+    def to_host(self, array) -> np.ndarray:
+        """A copy on the host, complete when event()'s function has returned."""
+        return self.numpy(array)
+
+    def event(self):
+        """A function that waits for what was launched until now; in a captured step, each time."""
+        return lambda: None
+
+    def fill(self, array, values: np.ndarray) -> None:
+        """Host values into an array, after what was launched until now. Pinned values may change once event() has come."""
+        array[...] = values
+
+    def upload(self, data: np.ndarray):
+        """uint8 [rows, n] of a mapped file -> the same on the device."""
+        return self.array(data, np.uint8)
 
     def _run(self, kernel, defines, grid, block, shared, values) -> None:
         raise NotImplementedError
@@ -118,8 +139,13 @@ def options(defines: tuple, lanes: int) -> tuple[str, ...]:
 class Gpu(Device):
     """The current CuPy device: CUDA, or ROCm with CuPy's ROCm build. Kernels are compiled at first use, one module per family and -D set."""
 
-    def __init__(self):
+    def __init__(self, index: int | None = None):
         self.cupy = cupy = _cupy()
+        if index is not None:
+            n = cupy.cuda.runtime.getDeviceCount()
+            if index >= n:
+                raise NpglmError(f"{index + 1} or more ranks on a host with {n} GPU{'s' * (n > 1)}: each rank needs its own")
+            cupy.cuda.Device(index).use()
         self.hip = cupy.cuda.runtime.is_hip
         self.id = cupy.cuda.Device().id
         properties = cupy.cuda.runtime.getDeviceProperties(self.id)
@@ -129,7 +155,8 @@ class Gpu(Device):
         self.max_shared = 65536 if self.hip else int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
         self.array_type = cupy.ndarray
         self.kernels: dict = {}
-        self.side, self.forked = cupy.cuda.Stream(non_blocking=True), False
+        self.overlaps = not self.hip and int(cupy.cuda.Device().compute_capability) >= 90
+        self.pieces: list | None = None  # of a step that is being captured
 
     def empty(self, shape, dtype):
         return self.cupy.empty(shape, dtype)
@@ -140,6 +167,9 @@ class Gpu(Device):
     def numpy(self, array) -> np.ndarray:
         return self.cupy.asnumpy(array)
 
+    def address(self, array) -> int:
+        return array.data.ptr
+
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of device memory; what CuPy's pool keeps counts as free."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
@@ -148,8 +178,53 @@ class Gpu(Device):
     def synchronize(self) -> None:
         self.cupy.cuda.get_current_stream().synchronize()
 
+    def nccl(self):
+        """CuPy's module for NCCL, or RCCL. Raises NpglmError where there is none."""
+        from cupy.cuda import nccl
+
+        if not nccl.available:
+            raise NpglmError("several GPUs need NCCL, which CuPy does not find (pip install 'npglm[cuda13]')")
+        return nccl
+
+    def between(self, function) -> None:
+        if self.pieces is None:
+            function()
+            return
+        stream = self.cupy.cuda.get_current_stream()
+        self.pieces += [stream.end_capture(), function]
+        stream.begin_capture()
+
+    def pinned(self, shape, dtype) -> np.ndarray:
+        import cupyx
+
+        return cupyx.empty_pinned(shape, dtype)
+
+    def to_host(self, array) -> np.ndarray:
+        runtime, stream = self.cupy.cuda.runtime, self.cupy.cuda.get_current_stream()
+        host = self.pinned(array.shape, array.dtype)
+        runtime.memcpyAsync(host.ctypes.data, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+        return host
+
+    def event(self):
+        event = self.cupy.cuda.Event(disable_timing=True)
+        self.between(event.record)
+        return event.synchronize
+
+    def fill(self, array, values: np.ndarray) -> None:
+        runtime, stream = self.cupy.cuda.runtime, self.cupy.cuda.get_current_stream()
+        values = np.ascontiguousarray(values, array.dtype)
+        runtime.memcpyAsync(array.data.ptr, values.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return Staging(self, [self.pinned((STAGE_BYTES,), np.uint8) for _ in range(2)])
+
+    def upload(self, data: np.ndarray):
+        return self._staging.upload(data) if data.nbytes <= STAGE_BYTES else self.array(data, np.uint8)
+
     def capture(self, function):
-        """A CUDA graph of what function() launches; on ROCm, where CuPy cannot capture, function itself."""
+        """A CUDA graph of what function() launches, or several with the host's work between(); on ROCm, where CuPy cannot
+        capture, function itself."""
         if self.hip:
             return function
         stream = self.cupy.cuda.Stream(non_blocking=True)
@@ -157,34 +232,21 @@ class Gpu(Device):
         with stream:
             function()  # compiles, and leaves the memory that the captured run takes in the pool
             stream.synchronize()
-            stream.begin_capture()
-            function()
-            graph = stream.end_capture()
+            self.pieces = []
+            try:
+                stream.begin_capture()
+                function()
+                pieces = [*self.pieces, stream.end_capture()]
+            finally:
+                self.pieces = None
         stream.synchronize()
-        current = self.cupy.cuda.get_current_stream
-        return lambda: graph.launch(current())
 
-    @contextlib.contextmanager
-    def beside(self):
-        main = self.cupy.cuda.get_current_stream()
-        if main == self.side:
-            yield
-            return
-        self._wait(self.side, main)
-        self.forked = True
-        with self.side:
-            yield
+        def replay():
+            current = self.cupy.cuda.get_current_stream()
+            for piece in pieces:
+                piece() if callable(piece) else piece.launch(current)
 
-    def join(self) -> None:
-        main = self.cupy.cuda.get_current_stream()
-        if self.forked and main != self.side:
-            self._wait(main, self.side)
-            self.forked = False
-
-    def _wait(self, later, earlier) -> None:
-        event = self.cupy.cuda.Event(disable_timing=True)
-        event.record(earlier)
-        later.wait_event(event)
+        return replay
 
     def _check_place(self, where, value) -> None:
         if value.device.id != self.id:
@@ -206,24 +268,70 @@ class Gpu(Device):
         function = self._kernel(kernel, defines)
         if shared > 48 << 10 and not self.hip and function.max_dynamic_shared_size_bytes < shared:
             function.max_dynamic_shared_size_bytes = shared
-        function(grid, (block,), tuple(np.uintp(0) if v is None else v for v in values), shared_mem=shared)
+        if self.overlaps:
+            stream = self.cupy.cuda.get_current_stream().ptr
+            arrays = [getattr(v, "data", None) if a.axes else v for a, v in zip(kernel.arguments, values, strict=True)]
+            launch_overlapping(function.kernel.ptr, grid, block, shared, stream, kernel.arguments, arrays)
+        else:
+            function(grid, (block,), tuple(np.uintp(0) if v is None else v for v in values), shared_mem=shared)
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)), ("n_attributes", ctypes.c_uint),
+    )  # fmt: skip
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_: the kernel may start early, and waits itself
+NUMBERS = {
+    "i32": ctypes.c_int, "i64": ctypes.c_longlong, "u64": ctypes.c_ulonglong, "f32": ctypes.c_float, "f64": ctypes.c_double,
+}  # fmt: skip
 
 
 @cache
-def open_gpu() -> Gpu:
-    """The GPU that CuPy sees. Raises NpglmError, in one line, where there is none or CuPy does not work."""
-    return Gpu()
+def _driver():
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def launch_overlapping(function: int, grid, block: int, shared: int, stream: int, arguments, values) -> None:
+    """cuLaunchKernelEx with programmatic stream serialization, which CuPy has no call for. values: memory pointers and numbers."""
+    held = [
+        ctypes.c_void_p(v.ptr if v else 0) if a.axes else NUMBERS[a.dtype](v.item())
+        for a, v in zip(arguments, values, strict=True)
+    ]
+    pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+    attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", (ctypes.c_int * 16)(1))
+    config = LaunchConfig(grid, (block, 1, 1), shared, stream, ctypes.pointer(attribute), 1)
+    status = _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+    if status:
+        raise RuntimeError(f"cuLaunchKernelEx: CUDA error {status}")
+
+
+@cache
+def open_gpu(index: int | None = None) -> Gpu:
+    """The GPU that CuPy sees, or its index-th. Raises NpglmError, in one line, where there is none or CuPy does not work."""
+    return Gpu(index)
 
 
 def _cupy():
     try:
-        import cupy
-    except ModuleNotFoundError:
-        raise NpglmError(
-            "no GPU backend: CuPy is not installed (pip install 'npglm[cuda13]', or cuda12, rocm5, rocm7)"
-        ) from None
-    except ImportError as error:  # a wheel built for another CUDA or ROCm
-        raise NpglmError(f"no GPU backend: CuPy cannot be loaded: {str(error).strip().splitlines()[-1]}") from None
+        with warnings.catch_warnings(action="ignore"):  # what is missing shows below
+            import cupy
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:  # a wheel for another CUDA, ROCm or NumPy
+        if getattr(error, "name", None) == "cupy":
+            extras = "pip install 'npglm[cuda13]', or cuda12, rocm5, rocm7"
+            raise NpglmError(f"no GPU backend: CuPy is not installed ({extras})") from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip(" =")]  # CuPy draws a frame of =
+        raise NpglmError(f"no GPU backend: CuPy cannot be loaded: {lines[-1] if lines else type(error).__name__}") from None
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -31,19 +31,45 @@ def rms_norm(x, weight, eps: float, *, ops, out=None):
     return y
 
 
-def _norm_and_blocks(x, weight, eps, ops):
-    (n_rows, n), y = x.shape, ops.empty(x.shape, np.float32)
-    q_0 = Blocks(ops.empty(x.shape, np.int8), ops.empty((n_rows, n // 32), np.float16))
-    shapes = (x.shape, np.int8), ((n_rows, n // 256), np.float32), ((n_rows, n // 16), np.int16)
+def add_norm(x, y, weight, eps: float, *, ops):
+    """x and y [T,n], weight [n] -> x + y [T,n] and its RMSNorm [T,n]."""
+    if ops.fused and ops.rounds and x.shape[-1] % 256 == 0:
+        total = ops.empty(x.shape, np.float32)
+        return total, _norm_and_blocks(x, weight, eps, ops, y, total)
+    x = ops.add(x, y)
+    return x, ops.rms_norm(x, weight, eps)
+
+
+def sum_add_norm(x, y, weight, eps: float, others: tuple, *, ops):
+    """add_norm of one row with the sum over the ranks of which y is this one's part. others: see npglm/gpu/collective.py."""
+    total, (made, blocks), parts = ops.empty(x.shape, np.float32), with_blocks(x.shape, ops), norm_parts(*x.shape)
+    inboxes, calls, *where = others
+    args = (x, y, total, weight, made, *blocks, inboxes, calls, x.shape[-1], eps, parts, *where)
+    ops.launch("sum_rms_norm_blocks_f32", (1, parts), BLOCK, *args, shared=4 * x.shape[-1])
+    return total, made
+
+
+def _norm_and_blocks(x, weight, eps, ops, plus=None, total=None):
+    y, blocks = with_blocks(x.shape, ops)
+    parts = norm_parts(*x.shape)
+    ops.launch("rms_norm_blocks_f32", (len(x), parts), BLOCK, x, plus, total, weight, y, *blocks, x.shape[-1], eps, parts)
+    return y
+
+
+def with_blocks(shape, ops):
+    """An array [T,n] that a kernel will write, and its 8-bit blocks that come with it: the kernel's arguments q, d, q_k, d_k, sums."""
+    (n_rows, n), y = shape, ops.empty(shape, np.float32)
+    q_0 = Blocks(ops.empty(shape, np.int8), ops.empty((n_rows, n // 32), np.float16))
+    shapes = (shape, np.int8), ((n_rows, n // 256), np.float32), ((n_rows, n // 16), np.int16)
     q_k = Blocks(*(ops.empty(*s) for s in shapes))
     ops.remember(("q8_0",), y, lambda: q_0)
     ops.remember(("q8_k",), y, lambda: q_k)
-    lanes = ops.device.lanes
-    warps = min(1024 // lanes, -(-n // 256))
-    block = -(-warps * lanes // 64) * 64
-    chunks = -(-n // (256 * (block // lanes)))
-    ops.launch("rms_norm_blocks_f32", (n_rows,), block, x, weight, y, *q_0[:2], *q_k, n, eps, CHUNKS=chunks)
-    return y
+    return y, (*q_0[:2], *q_k)
+
+
+def norm_parts(n_rows: int, n: int) -> int:
+    """Blocks of threads that share a row (raw_kernels/norm_blocks.hip): few rows are spread over the device."""
+    return max(1, min(n // 256, 64 // n_rows))
 
 
 def layer_norm(x, weight, bias, eps: float, *, ops):

@@ -51,6 +51,9 @@ class Emulated(Device):
     def numpy(self, array) -> np.ndarray:
         return array
 
+    def address(self, array) -> int:
+        return array.ctypes.data
+
     def free_bytes(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page

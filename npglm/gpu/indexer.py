@@ -2,9 +2,13 @@
 
 import numpy as np
 
+from npglm.gpu.attention import latent_start, product_and_rope
+from npglm.gpu.matmul import FEW_TOKENS
 from npglm.trace.probes import NO_PROBE
 
 SCORE_BYTES = 256 << 20  # of scores at a time
+LONG_ROW = 16384  # scores from which several blocks search a row
+CHUNK = 4096  # scores that one of them takes: topk.hip
 
 
 def indexer_score(q, cache, weights, pos, *, ops, width: int | None = None):
@@ -12,8 +16,13 @@ def indexer_score(q, cache, weights, pos, *, ops, width: int | None = None):
 
     width: default pos[-1] + 1, which is read back from the device.
     """
-    n_tokens, heads, dim = q.shape
     width = int(ops.numpy(pos[-1:])[0]) + 1 if width is None else width
+    return _score(q, cache, weights, pos, width, 1.0, ops)
+
+
+def _score(q, cache, weights, pos, width: int, factor: float, ops):
+    """indexer_score times factor (1 for an f32 cache)."""
+    n_tokens, heads, dim = q.shape
     score = ops.empty((n_tokens, width), np.float32)
     args = (q, cache, weights, pos, score)
     if cache.dtype == np.float32:
@@ -22,9 +31,10 @@ def indexer_score(q, cache, weights, pos, *, ops, width: int | None = None):
         return score
     padded, pitch = -(-heads // 16) * 16, -(-dim // 16) * 16 + 8
     shared = 2 * pitch * (2 * padded + 64) + 4 * padded * 65 + 4 * heads
-    chunks = 1 if n_tokens * width < 1 << 18 else 4  # of 64 keys, that one block goes through
-    grid = (-(-width // (64 * chunks)), n_tokens)
-    ops.launch("indexer_score_f16", grid, 128, *args, width, chunks, shared=shared, DIM=dim, HEADS=heads)
+    tiles = -(-width // 64)  # of 64 keys; a block goes through several if there are more than the device has room for
+    chunks = max(1, min(4, tiles * n_tokens // (4 * ops.device.n_processors)))
+    grid = (-(-tiles // chunks), n_tokens)
+    ops.launch("indexer_score_f16", grid, 128, *args, width, chunks, factor, shared=shared, DIM=dim, HEADS=heads)
     return score
 
 
@@ -32,6 +42,16 @@ def select_top_k(score, pos, k: int, *, ops, out=None):
     """score [T,S], pos int32 [T] -> int32 [T, min(k,S)]: the chosen tokens, ascending, then -1."""
     n_tokens, width = score.shape
     chosen = ops.empty((n_tokens, min(k, width)), np.int32) if out is None else out
+    if width >= LONG_ROW and n_tokens <= FEW_TOKENS:
+        chunks, k = -(-width // CHUNK), chosen.shape[1]
+        grid, histogram = (chunks, n_tokens), ops.empty((n_tokens, 3, 2048), np.int32)
+        tally = ops.empty((n_tokens, chunks, 2), np.int32)
+        ops.launch("zero_i32", (-(-histogram.size // 256),), 256, histogram, histogram.size)
+        for step in range(3):
+            ops.launch("top_k_count", grid, 1024, score, pos, histogram, width, k, step)
+        ops.launch("top_k_tally", grid, 1024, score, pos, histogram, tally, width, k)
+        ops.launch("top_k_place", grid, 1024, score, pos, histogram, tally, chosen, width, k)
+        return chosen
     ops.launch("select_top_k_f32", (n_tokens,), 1024, score, pos, chosen, width, chosen.shape[1])
     return chosen
 
@@ -42,12 +62,14 @@ def indexer(h, q_a, w, cache, table, pos, config, probe=NO_PROBE, *, ops):
     Fused: S is the cache's capacity, so that nothing is read back and a captured step can be replayed.
     """
     c, p = config, config.rope
+    start = latent_start(h, w, table, c, ops)
+    if start and start.proj is not None and w.indexer_attn_q_b.fast and cache.dtype == np.float16:
+        return _few_tokens(start, q_a, w, cache, table, pos, c, ops)
     k = ops.layer_norm(ops.linear(h, w.indexer_attn_k), w.indexer_k_norm, w.indexer_k_norm_bias, c.indexer_eps)  # [T,J]
     ops.rope(k[:, :p], table, out=k[:, :p])
     probe("indexer_k", k)
     ops.store(cache, k, pos)
     weights = ops.scale(ops.linear(h, w.indexer_proj), c.indexer_scale)  # [T,I]
-    ops.join()  # q_a
     q = ops.linear(q_a, w.indexer_attn_q_b).reshape(len(h), c.indexer_heads, c.indexer_dim)  # [T,I,J]
     ops.rope(q[..., :p], table, out=q[..., :p])
     probe("indexer_q", q)
@@ -56,11 +78,24 @@ def indexer(h, q_a, w, cache, table, pos, config, probe=NO_PROBE, *, ops):
         score = ops.indexer_score(q, cache, weights, pos)  # [T,S]
         probe("indexer_score", score)
         return ops.select_top_k(score, pos, c.indexer_top_k)
+    return _choose(q, cache, weights, pos, 1.0, c, ops)
+
+
+def _few_tokens(start, q_a, w, cache, table, pos, c, ops):
+    n = c.indexer_dim
+    key = (start.index_k, w.indexer_k_norm, w.indexer_k_norm_bias, *table, pos, cache, n, c.rope // 2, c.indexer_eps)
+    ops.launch("index_key_f16", (len(pos),), -(-n // 64) * 64, *key)
+    q = product_and_rope(q_a, w.indexer_attn_q_b, table, 0, c.indexer_heads, None, ops)  # [T,I,J]
+    return _choose(q, cache, start.proj, pos, c.indexer_scale, c, ops)
+
+
+def _choose(q, cache, weights, pos, factor: float, c, ops):
+    """The best of the whole cache's scores, at most SCORE_BYTES of them at a time."""
     width = len(cache)
-    top_k = ops.empty((len(h), min(c.indexer_top_k, width)), np.int32)
+    top_k = ops.empty((len(q), min(c.indexer_top_k, width)), np.int32)
     step = max(1, SCORE_BYTES // (4 * width))
-    for first in range(0, len(h), step):
+    for first in range(0, len(q), step):
         rows = slice(first, first + step)
-        score = ops.indexer_score(q[rows], cache, weights[rows], pos[rows], width=width)
+        score = _score(q[rows], cache, weights[rows], pos[rows], width, factor, ops)
         ops.select_top_k(score, pos[rows], c.indexer_top_k, out=top_k[rows])
     return top_k

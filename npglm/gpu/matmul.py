@@ -11,10 +11,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from npglm.gpu.device import row_stride
 
-FEW_TOKENS = 8  # up to here the matrix-vector kernels
+FEW_TOKENS = 16  # up to here the matrix-vector kernels
 BLOCK_KIND = {"q8_0": "q8_0", "q2_k": "q8_k"}  # the activation blocks of integer kernels
 UNIT_VALUES = {"q8_0": 16, "q2_k": 64}  # that 16 bytes of weights hold
-WIDTH = {True: 64, False: 32}  # tokens and rows of a tile: matmul.hip, matmul_decoded.hip
+RING = {"q8_0": 12, "q2_k": 8}  # units of 16 bytes that a thread keeps on their way: dots.hip
+ROUNDED_VALUES = 2048  # of a row that every block of threads rounds itself
+WHOLE_BLOCKS = {"WHOLE_BLOCKS": True}  # a block of threads makes 32 rows or a multiple
+TILE_ROWS = 128  # output rows of a block of matmul.hip
+DECODED_WIDTH = 64  # tokens and rows of a block of matmul_decoded.hip
 
 
 class Blocks(NamedTuple):
@@ -39,7 +43,7 @@ def quantize_q8_k(x, *, ops):
 
 def _q8_0(x, ops) -> Blocks:
     q, d = ops.empty(x.shape, np.int8), ops.empty((*x.shape[:-1], x.shape[-1] // 32), np.float16)
-    ops.launch("quantize_q8_0", (-(-x.size // 256),), 256, x, q, d, x.size // x.shape[-1], x.shape[-1], row_stride(x))
+    ops.launch("quantize_q8_0", (-(-x.size // 1024),), 256, x, q, d, x.size // x.shape[-1], x.shape[-1], row_stride(x))
     return Blocks(q, d)
 
 
@@ -101,60 +105,103 @@ def _product(x, w, y, ops, experts=None):
     n_tokens, n_pairs, n_in, n_out = len(x), y.size // w.n_out, w.n_in, w.n_out
     x_div = n_pairs // (x.size // n_in)  # K where one row of x serves all experts of its token
     n_matrices = 1 if experts is not None else w.n_matrices
+    if w.fast and n_tokens <= FEW_TOKENS:
+        return _matvec(x, w, y, n_pairs, n_matrices, x_div, experts, ops)
     a = round_activations(x, w, ops)
     shape = (n_in, n_out, n_matrices, x_div)
-    if w.fast and n_tokens <= FEW_TOKENS:
-        plain = experts is None and n_matrices == 1
-        tokens = 1 << (n_tokens - 1).bit_length() if plain else 1
-        grid, variant = matvec_grid(w, n_pairs // tokens if plain else n_pairs, TOKENS=tokens)
-        args = (*w.parts, *a, experts, y, n_pairs, n_out, n_matrices, x_div, row_stride(y))
-        ops.launch(f"matvec_{w.type}", (grid, -(-n_pairs // tokens)), 128, *args, **variant)
-        return y
     if w.type == "f32" and n_tokens <= FEW_TOKENS and experts is None and n_matrices == 1 and n_in % 4 == 0:
         rows = w.w.view(np.float32)
         ops.launch("matvec_f32_f32", (n_out, n_tokens), 256, rows, a, y, n_in, n_out)
         return y
-    width = WIDTH[w.fast]
+    height, width = (TILE_ROWS, tile_tokens(w, n_pairs, ops.device)) if w.fast else (DECODED_WIDTH, DECODED_WIDTH)
     if experts is None:
-        order = tiles = (None, None, None, None)
-        grid = (-(-n_out // width), -(-n_tokens // width), n_matrices)
+        tiles = (None, None, None, None)
+        grid = (-(-n_out // height), -(-n_tokens // width), n_matrices)
     else:
         tiles = ops.expert_tiles(experts, w.n_matrices, width)
-        grid = (-(-n_out // width), len(tiles[1]))
+        ops.launch("zero_pairs_f32", (n_pairs,), 64, experts, y, n_out, row_stride(y))
+        grid = (-(-n_out // height), len(tiles[1]))
     if w.fast:
-        variant = matmul_variant(w.type, n_in, ops.device.max_shared)
-        order = (*w.parts, *a, *tiles, y, n_tokens, n_out, n_matrices, x_div, row_stride(y))
-        ops.launch(f"matmul_{w.type}", grid, 128, *order, shared=matmul_bytes(w.type, variant["STAGES"]), **variant)
+        variant = matmul_variant(w.type, n_in, width, ops.device.max_shared)
+        args = (*w.parts, *a, *tiles, y, n_tokens, n_out, n_matrices, x_div, row_stride(y))
+        block = max(1, width // 64) * (height // 32) * ops.device.lanes  # a warp makes up to 64 tokens by 32 rows
+        ops.launch(f"matmul_{w.type}", grid, block, *args, shared=matmul_bytes(variant), **variant)
     else:
-        order = (w.w, w.grid, a, *tiles, y, n_tokens, *shape, row_stride(a), row_stride(y))
-        ops.launch(f"matmul_decoded_{w.type}", grid, 256, *order, **w.defines)
+        args = (w.w, w.grid, a, *tiles, y, n_tokens, *shape, row_stride(a), row_stride(y))
+        ops.launch(f"matmul_decoded_{w.type}", grid, 256, *args, **w.defines)
     return y
 
 
-def matmul_variant(kind: str, n_in: int, max_shared: int) -> dict:
+def tile_tokens(w, n_pairs: int, device) -> int:
+    """Tokens of a block: 32 if a matrix has few; of Q8_0, which need no unpacking, 128 if that leaves a block for every processor."""
+    each = -(-n_pairs // w.n_matrices)
+    if each <= 32:
+        return 32
+    blocks = -(-each // 128) * -(-w.n_out // TILE_ROWS) * w.n_matrices
+    return 128 if w.type == "q8_0" and blocks >= device.n_processors else 64
+
+
+def matmul_variant(kind: str, n_in: int, tokens: int, max_shared: int) -> dict:
     """The -D set of raw_kernels/matmul.hip."""
-    stages = 2 if matmul_bytes(kind, 2) <= max_shared else 1
-    return {"TYPE": kind, "N_IN": n_in, "STAGES": stages} | ({"IS_Q2_K": 1} if kind == "q2_k" else {})
+    shapes = [(256, 2), (256, 1)] if kind == "q2_k" else [(2 * max(tokens, 64), 2), (128, 2), (128, 1), (64, 2), (32, 2)]
+    for depth, stages in shapes:
+        variant = {"TYPE": kind, "N_IN": n_in, "BLOCK_TOKENS": tokens, "DEPTH": depth, "STAGES": stages}
+        variant |= {"IS_Q2_K": 1} if kind == "q2_k" else {}
+        if n_in % depth == 0 and matmul_bytes(variant) <= max_shared:
+            return variant
+    raise NotImplementedError(f"a tile of {kind} does not fit {max_shared} bytes of shared memory")
 
 
-def matmul_bytes(kind: str, stages: int) -> int:
+def matmul_bytes(variant: dict) -> int:
     """Its dynamic shared memory."""
-    rows = 64 * (256 + 16)
-    if kind == "q2_k":
-        return (stages + 1) * (rows + 64 * 48) + 64 * 4 * 5
-    return 2 * stages * rows + 64 * 4 * (2 * 9 + 2)
+    tokens, depth = variant["BLOCK_TOKENS"], variant["DEPTH"]
+    if "IS_Q2_K" in variant:
+        stage = tokens * (depth + 16 + 4 + 48) + TILE_ROWS * (80 + 8 + 48 + 16)
+    else:
+        stage = (tokens + TILE_ROWS) * (depth + 16 + 4 * depth // 32)
+    return variant["STAGES"] * stage + 8 * tokens
 
 
-def matvec_grid(w, n_pairs: int, **defines) -> tuple[int, dict]:
-    """(blocks for the rows of a matrix, -D set) of a matrix-vector kernel."""
-    group, rows = matvec_shape(w, n_pairs)
-    variant = {"TYPE": w.type, "N_IN": w.n_in, "GROUP": group, "ROWS": rows, "TOKENS": 1, "CHOSEN": 1} | defines
-    return -(-w.n_out // (128 // variant["GROUP"] * variant["ROWS"])), variant
+def _matvec(x, w, y, n_pairs: int, n_matrices: int, x_div: int, experts, ops):
+    """The product of few tokens; into an array of its own the result of one token, or of each head, comes with its Q8_0 blocks."""
+    one_each = experts is None and (n_matrices > 1 or n_pairs == 1)  # a row of activations per matrix
+    if one_each and rounds_itself(x, w, ops):
+        grid, variant = matvec_grid(w, ROWS=2, BLOCK=256)
+        args = (w.w, w.d, x, y, w.n_out, n_matrices, row_stride(x), row_stride(y))
+        ops.launch(f"matvec_rounding_{w.type}", (grid, n_pairs), variant["BLOCK"], *args, **variant)
+        return y
+    a = round_activations(x, w, ops)
+    tokens = tokens_at_once(n_pairs) if experts is None and n_matrices == 1 else 1
+    blocks = n_matrices > 1 and ops.fused and w.n_out % 32 == 0 and y.flags.c_contiguous
+    grid, variant = matvec_grid(w, TOKENS=tokens, **WHOLE_BLOCKS if blocks else {})
+    q = d = None
+    if blocks:
+        q, d = ops.empty(y.shape, np.int8), ops.empty((*y.shape[:-1], w.n_out // 32), np.float16)
+        ops.remember(("q8_0",), y, lambda: Blocks(q, d))
+    args = (*w.parts, *a, experts, y, q, d, n_pairs, w.n_out, n_matrices, x_div, row_stride(y))
+    ops.launch(f"matvec_{w.type}", (grid, -(-n_pairs // tokens)), variant["BLOCK"], *args, **variant)
+    return y
 
 
-def matvec_shape(w, n_pairs: int) -> tuple[int, int]:
-    """(threads that share a row, rows at a time). Enough threads to fill the device come first, then fewer reads of x."""
-    units, rows = w.n_in // UNIT_VALUES[w.type], w.n_out * n_pairs * w.n_matrices
-    if units < 64:  # short rows: 4 units a thread
-        return max(4, 1 << (units // 4).bit_length() - 1) if units >= 4 else 4, 1
-    return (128, 2 if rows >= 2048 else 1) if units >= 256 and rows < 4096 else (32, 1)
+def tokens_at_once(n: int) -> int:
+    """Of n tokens, those that one block of threads multiplies with the weights it has read."""
+    return min(8, 1 << (n - 1).bit_length())
+
+
+def rounds_itself(x, w, ops) -> bool:
+    """Whether every block of threads rounds x, which is short: cheaper than a launch for it."""
+    aligned = row_stride(x) % 4 == 0 and ops.device.address(x) % 16 == 0
+    return w.type == "q8_0" and w.n_in <= ROUNDED_VALUES and aligned and ops.recall(("q8_0",), x) is None
+
+
+def matvec_grid(w, **defines) -> tuple[int, dict]:
+    """(blocks for the rows of a matrix, -D set) of a matrix-vector kernel: see raw_kernels/dots.hip."""
+    units = w.n_in // UNIT_VALUES[w.type]
+    group = 64 if units >= 1024 else 32
+    if units < 64:  # 4 units a thread
+        group = max(4, 1 << max(0, (units // 4).bit_length() - 1))
+    shape = {"BLOCK": 64 if group == 64 else 128, "GROUP": group, "ROWS": 1, "TOKENS": 1, "CHOSEN": 1}
+    variant = {"TYPE": w.type, "N_IN": w.n_in, "RING": RING[w.type]} | shape | defines
+    if variant.pop("WHOLE_BLOCKS", False):
+        variant["ROWS"] = max(1, 32 * variant["GROUP"] // variant["BLOCK"])
+    return -(-w.n_out // (variant["BLOCK"] // variant["GROUP"] * variant["ROWS"])), variant

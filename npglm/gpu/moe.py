@@ -7,18 +7,26 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from npglm.gpu.matmul import FEW_TOKENS, matvec_grid, round_activations
+from npglm.gpu.matmul import FEW_TOKENS, UNIT_VALUES, matvec_grid, round_activations
 from npglm.trace.probes import NO_PROBE
 
-DOWN_ROWS = 2  # output rows of a block of matvec_down_combine
+GATE_ROWS = {"q8_0": 1, "q2_k": 2}  # that a group of matvec_gate_up_swiglu makes
+DOWN = {"BLOCK": 256, "GROUP": 32, "ROWS": 4}  # of matvec_down_combine, whose groups share a block's rows
 MIN_WEIGHT_SUM = 6.103515625e-5  # reference/ops/moe.py
 
 
 def select_experts(biased, k: int, *, ops):
     """biased [T,E] -> int32 [T,k]: score descending, then index ascending. NaN comes last."""
     experts = ops.empty((len(biased), k), np.int32)
-    ops.launch("select_experts_f32", (len(biased),), 64, biased, experts, biased.shape[1], k)
+    shared = _candidate_bytes(biased.shape[1], k, ops)
+    ops.launch("select_experts_f32", (len(biased),), 256, biased, experts, biased.shape[1], k, shared=shared)
     return experts
+
+
+def _candidate_bytes(n: int, k: int, ops) -> int:
+    """Shared memory in which k of n are chosen: raw_kernels/moe.hip."""
+    lanes = ops.device.lanes
+    return 8 * -(-n // lanes) * min(k, lanes)
 
 
 def route(h, w, config, probe=NO_PROBE, *, ops):
@@ -32,10 +40,10 @@ def route(h, w, config, probe=NO_PROBE, *, ops):
     if not ops.fused:
         probs, biased = (ops.empty(logits.shape, np.float32) for _ in range(2))
         weights, norm = (ops.empty(experts.shape, np.float32) for _ in range(2))
-    shared = 4 * (2 * n + c.n_chosen)
+    shared = _candidate_bytes(n, c.n_chosen, ops) + 8 * n + 4 * c.n_chosen
     outputs = (probs, biased, experts, weights, norm, scaled)
     limits = (n, c.n_chosen, c.expert_norm, MIN_WEIGHT_SUM, c.expert_scale)
-    ops.launch("route_f32", (n_tokens,), 64, logits, w.exp_probs_b, *outputs, *limits, shared=shared)
+    ops.launch("route_f32", (n_tokens,), 256, logits, w.exp_probs_b, *outputs, *limits, shared=shared)
     if not ops.fused:
         probe("ffn_moe_probs", probs)
         probe("ffn_moe_probs_biased", biased)
@@ -96,13 +104,14 @@ def _fusible(h, gate, up, ops) -> bool:
     return ops.fused and gate.fast and gate.type == up.type and len(h) <= FEW_TOKENS
 
 
-def _fused_gate_up(h, gate, up, experts, ops):
+def _fused_gate_up(h, gate, up, experts, ops, settled=False):
+    """settled: experts were not written by the last kernel, so that their weights may be fetched before it ends."""
     y = ops.empty(((len(h),) if experts is None else experts.shape) + (gate.n_out,), np.float32)
     n_pairs = y.size // gate.n_out
     a = round_activations(h, gate, ops)
-    grid, variant = matvec_grid(gate, n_pairs)
-    args = (*gate.parts, *up.parts, *a, experts, y, gate.n_out, n_pairs // len(h))
-    ops.launch(f"matvec_gate_up_swiglu_{gate.type}", (grid, n_pairs), 128, *args, **variant)
+    grid, variant = matvec_grid(gate, ROWS=GATE_ROWS[gate.type])
+    args = (*gate.parts, *up.parts, *a, experts, y, gate.n_out, n_pairs // len(h), settled)
+    ops.launch(f"matvec_gate_up_swiglu_{gate.type}", (grid, n_pairs), variant["BLOCK"], *args, **variant)
     return y
 
 
@@ -115,17 +124,26 @@ def combine_experts(y, weights, *, ops):
 
 def moe_down_combine(x, down, experts, weights, probe=NO_PROBE, *, ops):
     """x [T,K,G], down [E,D,G], experts int32 [T,K], weights [T,K] -> [T,D]."""
-    if ops.fused and down.fast and len(x) <= FEW_TOKENS:
-        out = ops.empty((len(x), down.n_out), np.float32)
-        a = round_activations(x, down, ops)
-        _, variant = matvec_grid(down, len(x), GROUP=32, ROWS=DOWN_ROWS, CHOSEN=experts.shape[1])
-        grid = -(-down.n_out // DOWN_ROWS)
-        args = (*down.parts, *a, experts, weights, out, down.n_out)
-        ops.launch(f"matvec_down_combine_{down.type}", (grid, len(x)), 128, *args, **variant)
-        return out
+    if ops.fused:
+        return _down_and_add(x, down, experts, weights, ops)
     y = ops.linear_experts(x, down, experts)  # [T,K,D]
     probe("ffn_moe_down", y)
     return ops.combine_experts(y, weights)
+
+
+def _down_and_add(x, down, experts, weights, ops, beside=None, settled=False):
+    """moe_down_combine, plus `beside` [T,D] if there is one. settled: see _fused_gate_up."""
+    if not down.fast or len(x) > FEW_TOKENS:
+        routed = ops.combine_experts(ops.linear_experts(x, down, experts), weights)
+        return routed if beside is None else ops.add(routed, beside)
+    out = ops.empty((len(x), down.n_out), np.float32)
+    a = round_activations(x, down, ops)
+    units = down.n_in // UNIT_VALUES[down.type]
+    group = min(DOWN["GROUP"], max(4, 1 << units.bit_length() - 1))  # no more threads than there are units in a row
+    _, variant = matvec_grid(down, **DOWN | {"GROUP": group}, CHOSEN=experts.shape[1])
+    args = (*down.parts, *a, experts, weights, beside, out, down.n_out, settled)
+    ops.launch(f"matvec_down_combine_{down.type}", (-(-down.n_out // DOWN["ROWS"]), len(x)), variant["BLOCK"], *args, **variant)
+    return out
 
 
 def dense_ffn(h, w, probe=NO_PROBE, *, ops):
@@ -134,18 +152,32 @@ def dense_ffn(h, w, probe=NO_PROBE, *, ops):
 
 
 def moe_ffn(h, w, config, probe=NO_PROBE, *, ops):
-    """h [T,D] -> [T,D]: routed experts + shared expert, which runs beside them where it need not be probed after them."""
-    round_activations(h, w.ffn_gate_shexp, ops)
-    if ops.fused:
-        with ops.beside():
-            shared = ops.dense_ffn(h, shared_expert(w))  # [T,D]
+    """h [T,D] -> [T,D]: routed experts + shared expert."""
     experts, weights = ops.route(h, w, config, probe=probe)
+    return ops.moe_experts(h, w, experts, weights, probe=probe)
+
+
+def local_experts(experts, first: int, count: int, *, ops):
+    """experts int32 [T,K] -> int32 [T,K]: their places among the `count` experts that a rank holds from `first` on; -1: not here."""
+    local = ops.empty(experts.shape, np.int32)
+    ops.launch("local_experts", (-(-local.size // 256),), 256, experts, local, local.size, first, count)
+    return local
+
+
+def moe_experts(h, w, experts, weights, probe=NO_PROBE, *, ops):
+    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router. An expert of -1 adds 0."""
+    if ops.fused:
+        shared = ops.dense_ffn(h, shared_expert(w))  # [T,D]: first, as it need not wait for the router
+        gate, up = w.ffn_gate_exps, w.ffn_up_exps
+        if _fusible(h, gate, up, ops):
+            x = _fused_gate_up(h, gate, up, experts, ops, settled=True)  # [T,K,G]
+        else:
+            x = ops.moe_gate_up_swiglu(h, gate, up, experts)
+        return _down_and_add(x, w.ffn_down_exps, experts, weights, ops, shared, settled=True)
     x = ops.moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts, probe=probe)  # [T,K,G]
     routed = ops.moe_down_combine(x, w.ffn_down_exps, experts, weights, probe=probe)  # [T,D]
     probe("ffn_moe_out", routed)
-    if not ops.fused:
-        shared = ops.dense_ffn(h, shared_expert(w), probe=probe)
-    ops.join()
+    shared = ops.dense_ffn(h, shared_expert(w), probe=probe)
     probe("ffn_shexp", shared)
     return ops.add(routed, shared)
 

@@ -1,6 +1,5 @@
 """GpuOps: every verb of reference.ops.VERBS over a Device. It is the op set that npglm.forward takes."""
 
-import contextlib
 import copy
 from functools import partial
 from types import SimpleNamespace
@@ -11,12 +10,12 @@ from npglm.errors import NpglmError
 from npglm.gpu import attention, elementwise, indexer, matmul, moe, sample, weights
 
 VERBS = (
-    elementwise.embed, elementwise.rms_norm, elementwise.layer_norm, elementwise.rope_table, elementwise.rope, matmul.linear,
-    matmul.linear_heads, matmul.linear_experts, elementwise.store, attention.queries, attention.latents, indexer.indexer_score,
+    elementwise.embed, elementwise.rms_norm, elementwise.add_norm, elementwise.layer_norm, elementwise.rope_table, elementwise.rope,
+    matmul.linear, matmul.linear_heads, matmul.linear_experts, elementwise.store, attention.queries, attention.latents, indexer.indexer_score,
     indexer.select_top_k, indexer.indexer, attention.attention, elementwise.add, elementwise.scale, elementwise.sigmoid,
     elementwise.swiglu, moe.select_experts, moe.route, moe.expert_tiles, moe.gate_up_swiglu, moe.moe_gate_up_swiglu,
-    moe.combine_experts, moe.moe_down_combine, moe.dense_ffn, moe.moe_ffn, matmul.quantize_q8_0, matmul.quantize_q8_k,
-    sample.sample,
+    moe.combine_experts, moe.moe_down_combine, moe.dense_ffn, moe.local_experts, moe.moe_experts, moe.moe_ffn, matmul.quantize_q8_0,
+    matmul.quantize_q8_k, sample.sample,
 )  # fmt: skip
 CACHE_DTYPES = {"ggml": np.float16, "f32": np.float32}
 
@@ -76,21 +75,22 @@ class GpuOps:
 
         return repeat
 
-    def decode(self, forward, weights, config, cache, temperature: float = 0.0, seed: int = 0):
-        """The decode loop on the device: a Decoder, whose start(token, pos) sets where it is and next() gives one id after the other."""
-        return Decoder(forward, weights, config, cache, self, temperature, seed)
+    def decode(self, forward, weights, config, cache, temperature: float = 0.0, seed: int = 0, vocab: int | None = None):
+        """The decode loop on the device: a Decoder, whose start(token, pos) sets where it is and next() gives one id after the other.
 
-    def beside(self):
-        """A context whose launches may run beside those after it, until join(). Only in repeat(), whose arrays are never reused."""
-        return contextlib.nullcontext() if self.kept is None else self.device.beside()
-
-    def join(self) -> None:
-        if self.kept is not None:
-            self.device.join()
+        vocab: only the first so many ids are chosen (default: all).
+        """
+        return Decoder(forward, weights, config, cache, self, {"temperature": temperature, "seed": seed, "vocab": vocab})
 
     def weight(self, tensor, fast: bool = True):
         """One npglm.checkpoint.Tensor as `load` would put it. fast: may be taken apart; not for the embedding table."""
-        return weights.upload(tensor, self.device, fast and self.rounds)
+        loaded = weights.upload(tensor, self.device, fast and self.rounds)
+        self.device.synchronize()
+        return loaded
+
+    def file_bytes(self, weight) -> np.ndarray:
+        """What `load` made of a tensor, back on the host: uint8 [n_rows, row_bytes] as in the file, or a vector's f32 [n]."""
+        return self.numpy(weights.joined(weight, self.device) if isinstance(weight, weights.Weight) else weight)
 
     def empty(self, shape: tuple[int, ...], dtype):
         array = self.device.empty(shape, dtype)
@@ -106,33 +106,50 @@ class GpuOps:
 
     def remember(self, key: tuple, array, make):
         """What was made of an array under this key (its 8-bit blocks, its sorted order), so that it is made once. The last 4 are kept."""
-        last = self.remembered.setdefault(key, [])
-        for seen, made in last:
-            if seen is array:
-                return made
-        made = make()
-        last[:] = [*last[-3:], (array, made)]
+        made = self.recall(key, array)
+        if made is None:
+            made = make()
+            self.remembered[key] = [*self.remembered.get(key, ())[-3:], (array, made)]
         return made
+
+    def recall(self, key: tuple, array):
+        """What is remembered of an array, or of one that is another view of all its values; None if nothing."""
+        for seen, made in self.remembered.get(key, ()):
+            if seen is array or (
+                seen.size == array.size
+                and seen.flags.c_contiguous
+                and array.flags.c_contiguous
+                and self.device.address(seen) == self.device.address(array)
+            ):
+                return made
+        return None
 
 
 class Decoder:
     """One token a step: forward, sample and the step to the next position, all on the device, repeated as one graph.
 
-    The cache must not be moved (Cache.grow) while a Decoder lives. logits: [1,Y] of the last step, on the device.
+    A cache that moves (Cache.grow) needs a new one. logits: [1,Y] of the last step, on the device. chooses: how, see GpuOps.decode.
     """
 
-    def __init__(self, forward, weights, config, cache, ops, temperature: float, seed: int):
-        self.ops, self.cache, self.steps = ops, cache, 0
-        self.token, self.pos = ops.array([0], np.int32), ops.array([0], np.int32)
+    def __init__(self, forward, weights, config, cache, ops, chooses: dict):
+        self.ops, self.cache, self.steps, self.chooses = ops, cache, 0, chooses
+        self._rows, vocab = cache.kv, chooses["vocab"]
+        free = min(cache.length, cache.capacity - 1)  # capturing runs a token in this row: it is written again before it counts
+        self.token, self.pos = ops.array([0], np.int32), ops.array([free], np.int32)
         self.step = ops.array([0], np.int64)
 
         def step():
             logits = forward(weights, config, cache, self.token, self.pos, ops)  # [1,Y]
-            chosen = ops.sample(logits[0], self.step, temperature=temperature, seed=seed)
+            chosen = ops.sample(logits[0, :vocab], self.step, temperature=chooses["temperature"], seed=chooses["seed"])
             ops.launch("next_step", (1,), 64, chosen, self.token, self.pos, self.step)
             return logits, chosen
 
-        self.repeat = ops.repeat(step)  # runs at position 0: start() comes after it, and overwrites the row
+        self.repeat = ops.repeat(step)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the cache's rows are elsewhere now."""
+        return self.cache.kv is not self._rows
 
     def start(self, token: int, pos: int, step: int = 0) -> None:
         """The next step runs `token` at `pos`; step: its number for the sampler."""

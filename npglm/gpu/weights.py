@@ -8,9 +8,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf import quants as gguf_quants
 
 from npglm.errors import NpglmError
+from npglm.gpu.device import STAGE_BYTES
 from raw_kernels import DECODED_TYPES, FAST_TYPES
 
-CHUNK_BYTES = 64 << 20  # read from the file and moved at a time
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+CHUNK_BYTES = STAGE_BYTES  # read from the file and moved at a time
 
 
 @dataclass
@@ -67,16 +69,30 @@ def part_shapes(kind: str, n_rows: int, n_in: int) -> tuple[tuple, tuple | None,
 
 def split(raw, kind: str, w, scales, d) -> None:
     """Native blocks uint8 [rows, row_bytes] into the parts, on whatever device they are."""
-    n_rows = len(raw)
+    for native, part in _views(raw, kind, w, scales, d):
+        part[...] = native
+
+
+def joined(weight: Weight, device):
+    """Native blocks uint8 [rows, row_bytes] of a weight: what was split, put together again."""
+    if not weight.fast:
+        return weight.w
+    n_rows, (values, size) = len(weight.w), GGML_QUANT_SIZES[GGMLQuantizationType[weight.type.upper()]]
+    raw = device.empty((n_rows, weight.n_in // values * size), np.uint8)
+    for native, part in _views(raw, weight.type, *weight.parts):
+        native[...] = part
+    return raw
+
+
+def _views(raw, kind: str, w, scales, d) -> tuple:
+    """Pairs of views: a piece of every native block, and where its part has it."""
+    n_rows, d = len(raw), d.view(np.uint8)
     if kind == "q8_0":
         blocks = raw.reshape(n_rows, -1, 34)
-        d.view(np.uint8).reshape(n_rows, -1, 2)[...] = blocks[..., :2]
-        w.reshape(n_rows, -1, 32)[...] = blocks[..., 2:]
-    else:
-        blocks = raw.reshape(n_rows, -1, 84)
-        scales.reshape(n_rows, -1, 16)[...] = blocks[..., :16]
-        w.reshape(n_rows, -1, 64)[...] = blocks[..., 16:80]
-        d.view(np.uint8).reshape(n_rows, -1, 4)[...] = blocks[..., 80:]
+        return (blocks[..., :2], d.reshape(n_rows, -1, 2)), (blocks[..., 2:], w.reshape(n_rows, -1, 32))
+    blocks = raw.reshape(n_rows, -1, 84)
+    pairs = (blocks[..., :16], scales.reshape(n_rows, -1, 16)), (blocks[..., 16:80], w.reshape(n_rows, -1, 64))
+    return *pairs, (blocks[..., 80:], d.reshape(n_rows, -1, 4))
 
 
 def grid_of(kind: str) -> np.ndarray | None:
@@ -98,7 +114,8 @@ def upload(tensor, device, fast: bool, done=lambda n_bytes: None):
     kind = tensor.type.name.lower()
     if kind not in DECODED_TYPES:
         raise NpglmError(f"{tensor.source}: tensor {tensor.name}: type {tensor.type.name} does not run on the GPU backend")
-    n_rows, row_bytes = tensor.data.shape
+    data = tensor.data
+    n_rows, row_bytes = data.shape
     fast = fast and kind in FAST_TYPES
     step = max(1, CHUNK_BYTES // row_bytes)
     if fast:
@@ -108,7 +125,7 @@ def upload(tensor, device, fast: bool, done=lambda n_bytes: None):
         parts = [device.empty((n_rows, row_bytes), np.uint8), None, None]
     for first in range(0, n_rows, step):
         rows = slice(first, min(first + step, n_rows))
-        raw = device.array(tensor.data[rows], np.uint8)
+        raw = device.upload(data[rows])
         if fast:
             split(raw, kind, *(None if p is None else p[rows] for p in parts))
         else:
@@ -118,13 +135,14 @@ def upload(tensor, device, fast: bool, done=lambda n_bytes: None):
     return Weight(tensor.name, kind, tensor.shape, *parts, None if grid is None else device.array(grid, np.int8), fast)
 
 
-def load(checkpoint, device, fast: bool, progress=None) -> SimpleNamespace:
+def load(checkpoint, device, fast: bool, progress=None, leave: tuple[str, ...] = ()) -> SimpleNamespace:
     """The weights tree of a Checkpoint on the device: vectors as f32 arrays, matrices as Weight, layers as a list.
 
-    progress(done, total): bytes, told after each chunk. Raises NpglmError before anything is moved if memory does not suffice.
+    leave: attributes of layers that are not moved and not in the tree. progress(done, total): bytes, told after each chunk. Raises
+    NpglmError before anything is moved if memory does not suffice.
     """
     weights, config = checkpoint.weights, checkpoint.config
-    layers = [vars(layer) for layer in weights.layers]
+    layers = [{name: tensor for name, tensor in vars(layer).items() if name not in leave} for layer in weights.layers]
     tensors = [weights.token_embd, weights.output, weights.output_norm, *(t for layer in layers for t in layer.values() if t)]
     total = sum(t.nbytes for t in tensors)
     free, _ = device.free_bytes()
@@ -134,9 +152,11 @@ def load(checkpoint, device, fast: bool, progress=None) -> SimpleNamespace:
         while fits < len(layers) and left >= layer_bytes[fits]:
             left -= layer_bytes[fits]
             fits += 1
+        rest = total - sum(t.nbytes for layer in layers for name, t in layer.items() if name in EXPERTS)
         raise NpglmError(
             f"{checkpoint.path.name}: the weights need {total / 2**30:.1f} GiB, {device.name} has {free / 2**30:.1f} GiB free; "
             f"{fits} of {config.n_layers} layers would fit"
+            + (f"; --offload-experts needs {rest / 2**30:.1f} GiB" if rest < total else "")
         )
     done = 0
 
@@ -149,9 +169,11 @@ def load(checkpoint, device, fast: bool, progress=None) -> SimpleNamespace:
     def put(tensor, fast=fast):
         return None if tensor is None else upload(tensor, device, fast, moved)
 
-    return SimpleNamespace(
+    loaded = SimpleNamespace(
         token_embd=put(weights.token_embd, fast=False),
         output_norm=put(weights.output_norm),
         output=put(weights.output),
         layers=[SimpleNamespace(**{name: put(tensor) for name, tensor in layer.items()}) for layer in layers],
     )
+    device.synchronize()  # kernels may read weights without waiting for the one before them
+    return loaded

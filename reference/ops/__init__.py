@@ -15,6 +15,7 @@ from reference.ops.moe import (
     combine_experts,
     dense_ffn,
     gate_up_swiglu,
+    local_experts,
     moe_down_combine,
     moe_experts,
     moe_ffn,
@@ -23,18 +24,18 @@ from reference.ops.moe import (
     route_weights,
     select_experts,
 )
-from reference.ops.norm import layer_norm, rms_norm
+from reference.ops.norm import add_norm, layer_norm, rms_norm
 from reference.ops.quant import quantize_q8_0, quantize_q8_k
 from reference.ops.rope import rope, rope_table
 from reference.ops.store import store
 from reference.weights import WeightCache
 
 VERBS = (
-    embed, rms_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents, indexer_score,
-    select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
-    combine_experts, moe_down_combine, dense_ffn, moe_ffn,
+    embed, rms_norm, add_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents,
+    indexer_score, select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
+    combine_experts, moe_down_combine, dense_ffn, local_experts, moe_experts, moe_ffn,
 )  # fmt: skip
-PARTS = (route_weights, moe_experts)  # of route and moe_ffn, for going on with another engine's experts; no twins of their own
+PARTS = (route_weights,)  # of route, for going on with another engine's experts; no twin of its own
 EXACT = (quantize_q8_0, quantize_q8_k)  # the same in every Numerics
 
 
@@ -51,13 +52,17 @@ class ReferenceOps:
         for verb in EXACT:
             setattr(self, verb.__name__, verb)
 
-    def load(self, checkpoint) -> SimpleNamespace:
-        """npglm.checkpoint.Checkpoint -> its weights, decoded on first use. Nothing is read yet."""
+    def load(self, checkpoint, progress=None) -> SimpleNamespace:
+        """npglm.checkpoint.Checkpoint -> its weights, decoded on first use. Nothing is read yet, of which progress could tell."""
         return WeightCache(self.weight_cache).wrap(checkpoint.weights)
 
     def traced(self) -> "ReferenceOps":
         """The op set with every verb written as its small verbs, each probed: this one always is."""
         return self
+
+    def file_bytes(self, weight) -> np.ndarray:
+        """What `load` made of a tensor: uint8 [n_rows, row_bytes], or a vector's f32 [n]."""
+        return weight.decode() if len(weight.shape) == 1 else weight.tensor.data
 
     def empty(self, shape: tuple[int, ...], dtype) -> np.ndarray:
         return np.empty(shape, dtype)

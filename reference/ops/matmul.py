@@ -26,12 +26,15 @@ def linear_heads(x: np.ndarray, w, num: Numerics = F32) -> np.ndarray:
 
 
 def linear_experts(x: np.ndarray, w, experts: np.ndarray, num: Numerics = F32) -> np.ndarray:
-    """x [T,in] or [T,K,in], w [E,out,in], experts int32 [T,K] -> [T,K,out]. Decodes the chosen experts only."""
+    """x [T,in] or [T,K,in], w [E,out,in], experts int32 [T,K] -> [T,K,out]. Decodes the chosen experts only.
+
+    An expert of -1 is not here (npglm/parallel.py): its rows are 0.
+    """
     x = round_activations(x, w.type, num)
     x = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (*experts.shape, x.shape[-1]))  # [T,K,in]
     n_out = w.shape[1]
-    y = np.empty((*experts.shape, n_out), num.acc)
-    for expert in np.unique(experts):
+    y = np.zeros((*experts.shape, n_out), num.acc)
+    for expert in np.unique(experts[experts >= 0]):
         chosen = experts == expert  # [T,K]
         rows = x[chosen]  # [n,in]
         out = np.empty((len(rows), n_out), num.acc)

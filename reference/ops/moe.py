@@ -47,6 +47,12 @@ def route(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray
     return experts, route_weights(probs, experts, c, probe, num=num)
 
 
+def local_experts(experts: np.ndarray, first: int, count: int, num: Numerics = F32) -> np.ndarray:
+    """experts int32 [T,K] -> int32 [T,K]: their places among the `count` experts that a rank holds from `first` on; -1: not here."""
+    local = experts - first
+    return np.where((local >= 0) & (local < count), local, -1).astype(np.int32)
+
+
 def gate_up_swiglu(h, gate, up, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
     """h [T,D], gate and up [F,D] -> [T,F]."""
     g = linear(h, gate, num=num)
@@ -96,7 +102,7 @@ def moe_ffn(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
 
 
 def moe_experts(h, w, experts, weights, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
-    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router."""
+    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router. An expert of -1 adds 0."""
     x = moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts, probe, num=num)  # [T,K,G]
     routed = moe_down_combine(x, w.ffn_down_exps, experts, weights, probe, num=num)  # [T,D]
     probe("ffn_moe_out", routed)

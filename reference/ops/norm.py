@@ -3,6 +3,7 @@
 import numpy as np
 
 from reference.numerics import F32, Numerics
+from reference.ops.elementwise import add
 
 
 def rms_norm(x: np.ndarray, weight, eps: float, num: Numerics = F32) -> np.ndarray:
@@ -10,6 +11,12 @@ def rms_norm(x: np.ndarray, weight, eps: float, num: Numerics = F32) -> np.ndarr
     x, w = x.astype(num.acc, copy=False), num.weights(weight.decode())
     mean_square = np.mean(x * x, axis=-1, keepdims=True, dtype=num.acc)
     return num.result(x / np.sqrt(mean_square + num.acc(eps)) * w)
+
+
+def add_norm(x: np.ndarray, y: np.ndarray, weight, eps: float, num: Numerics = F32) -> tuple[np.ndarray, np.ndarray]:
+    """x and y [T,n], weight [n] -> x + y [T,n] and its RMSNorm [T,n]."""
+    x = add(x, y, num=num)
+    return x, rms_norm(x, weight, eps, num=num)
 
 
 def layer_norm(x: np.ndarray, weight, bias, eps: float, num: Numerics = F32) -> np.ndarray:

@@ -22,7 +22,7 @@ def quantize_q8_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, 256)
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
     factor = np.divide(np.float32(-127), largest, out=np.zeros_like(largest), where=largest != 0)
-    d = np.divide(np.float32(1), factor, out=np.zeros_like(factor), where=factor != 0)
+    d = np.divide(np.float32(1), factor, out=np.zeros_like(factor), where=largest != 0)
     return np.minimum(np.rint(blocks * factor), 127).astype(np.int8), d[..., 0]
 
 

@@ -1,12 +1,20 @@
 """launch() checks against the typed table, and the scheduler of the emulation."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import raw_kernels
+from npglm.errors import NpglmError
 from npglm.gpu import device
 from npglm.gpu.device import LaunchError, row_stride, rows_contiguous
 from npglm.gpu.emulate import Emulated
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -90,17 +98,80 @@ def test_table_names_every_kernel():
         assert not re.search(r"^\s*#include|\btemplate\b", raw_kernels.read(name), re.MULTILINE), name
 
 
+def test_staging_goes_round_its_buffers():
+    """Fewer rows than threads and more; strided rows, as a rank's part of a matrix has."""
+    from npglm.gpu.staging import Staging
+
+    staging, rng = Staging(Emulated(32), [np.empty(5000, np.uint8) for _ in range(2)]), np.random.default_rng(1)
+    for rows, n in ((1, 5000), (3, 70), (16, 17), (50, 100), (33, 84)):
+        data = rng.integers(0, 256, (rows, n + 6), np.uint8)[:, 2 : n + 2]
+        assert (staging.upload(data) == data).all()
+
+
+FRAME = """
+================================================================
+Failed to import CuPy.
+
+Check the Installation Guide for details:
+  https://docs.cupy.dev/en/latest/install.html
+
+Original error:
+  ImportError: libamdhip64.so.5: cannot open shared object file: No such file or directory
+================================================================
+"""
+NO_DEVICE = """
+class CUDARuntimeError(RuntimeError):
+    pass
+class cuda:
+    class runtime:
+        CUDARuntimeError = CUDARuntimeError
+        def getDeviceCount():
+            FOUND
+"""
+BROKEN = {  # what a package named cupy does -> the line
+    f"import warnings\nwarnings.warn('CUDA path could not be detected.')\nraise ImportError({FRAME!r})": (
+        "CuPy cannot be loaded: ImportError: libamdhip64.so.5: cannot open shared object file: No such file or directory"
+    ),
+    "import no_such_part_of_cupy": "CuPy cannot be loaded: No module named 'no_such_part_of_cupy'",
+    "import numpy\nnumpy.no_such_name": "CuPy cannot be loaded: module 'numpy' has no attribute 'no_such_name'",
+    NO_DEVICE.replace("FOUND", "raise CUDARuntimeError('cudaErrorInsufficientDriver: CUDA driver version is insufficient')"): (
+        "cudaErrorInsufficientDriver: CUDA driver version is insufficient"
+    ),
+    NO_DEVICE.replace("FOUND", "return 0"): "CuPy sees no device",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_cupy_is_one_line(tmp_path, text):
+    """With --backend gpu it ends the run; auto says it and takes another backend."""
+    (tmp_path / "cupy.py").write_text(text)
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    code = (
+        "import sys; sys.path.insert(0, 'scripts'); import backend, argparse; from npglm import cli\n"
+        "args = argparse.Namespace(numerics=None, threads=None, weight_cache=1.0, offload_experts=False, backend=sys.argv[1])\n"
+        "sys.exit(cli.run(lambda argv: print(backend.pick(args)[1].backend)))"
+    )
+    gpu, auto = (
+        subprocess.run([sys.executable, "-c", code, name], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        for name in ("gpu", "auto")
+    )
+    assert (gpu.returncode, gpu.stdout, gpu.stderr) == (2, "", f"-c: error: no GPU backend: {BROKEN[text]}\n")
+    assert (auto.returncode, auto.stdout) == (0, "cpu\n")
+    assert auto.stderr == f"note: no GPU backend: {BROKEN[text]}\n"
+
+
+def test_every_kernel_waits_for_its_inputs():
+    """The rule of preamble.hip: wait_for_inputs() in every thread of every kernel, whichever way it goes."""
+    import re
+
+    for family in raw_kernels.FAMILIES:
+        for head, body in re.findall(r"^(KERNEL [^{]*)\{\n(.*?)^\}", raw_kernels.read(family), re.MULTILINE | re.DOTALL):
+            before, call, _ = f"\n{body}".partition("\n  wait_for_inputs();\n")
+            assert call, f"{family}.hip: {head} does not wait"
+            assert "return" not in before, f"{family}.hip: {head} may end before it waits"
+
+
 def test_no_cupy_is_one_line(monkeypatch):
-    import builtins
-
-    real = builtins.__import__
-
-    def broken(name, *args, **kwargs):
-        if name == "cupy":
-            raise ImportError("libamdhip64.so.5: cannot open shared object file\nmore")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", broken)
-    with pytest.raises(device.NpglmError) as caught:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(NpglmError, match=r"^no GPU backend: CuPy is not installed \(pip install 'npglm\[cuda13\]'.*\)$"):
         device._cupy()
-    assert "\n" not in str(caught.value)

@@ -1,19 +1,27 @@
 """The variants that are compiled for GPUs: those that GLM-5.2's shape asks for, and every weight type."""
 
-from npglm.gpu.matmul import matmul_variant
+from types import SimpleNamespace
+
+from npglm.gpu.matmul import WHOLE_BLOCKS, matmul_variant, matvec_grid
+from npglm.gpu.moe import DOWN
 from npglm.gpu.weights import type_defines
 from raw_kernels import DECODED_TYPES, FAST_TYPES, KERNELS, TYPES
 
-# N_IN, GROUP, ROWS: q_a, kv_a, experts and head, q_b, experts' down, attn_output, v_b, k_b
+ROUNDING = {"ROWS": 2, "BLOCK": 256}
+# family, types, columns, rows, and what its callers ask for: see npglm/gpu/{matmul,attention,moe}.py
 MATVECS = (
-    (6144, 128, 2),
-    (6144, 128, 1),
-    (6144, 32, 1),
-    (2048, 32, 1),
-    (2048, 32, 2),
-    (16384, 32, 1),
-    (512, 8, 1),
-    (192, 4, 1),
+    ("matvec", FAST_TYPES, 6144, 154880, {}),
+    ("matvec", FAST_TYPES, 2048, 6144, {}),
+    ("matvec", FAST_TYPES, 16384, 6144, {}),
+    ("matvec", FAST_TYPES, 512, 256, WHOLE_BLOCKS),
+    ("matvec_rounding", ("q8_0",), 192, 512, ROUNDING),
+    ("matvec_rounding", ("q8_0",), 2048, 6144, ROUNDING),
+    ("matvec_projections", FAST_TYPES, 6144, 2048, {}),
+    ("matvec_rope", FAST_TYPES, 2048, 16384, {"ROWS": 2, "GROUP": 8}),
+    ("matvec_rope", FAST_TYPES, 2048, 4096, {"ROWS": 2}),
+    ("matvec_ffn", ("q8_0",), 6144, 2048, {"ROWS": 1}),
+    ("matvec_ffn", ("q2_k",), 6144, 2048, {"ROWS": 2}),
+    ("matvec_ffn", FAST_TYPES, 2048, 6144, DOWN),
 )
 MLA = {"RANK": 512, "ROPE": 64}
 # HEADS, GROUP, KEYS of attention_f16: prefill, decode, 64 KiB of shared memory
@@ -22,21 +30,20 @@ SHAPES = ((32, 4, 64), (16, 8, 64), (16, 4, 16))
 
 def variants(types=DECODED_TYPES, max_shared=227 << 10):
     """(family, defines) pairs, every family among them."""
-    for family in ("elementwise", "activations", "matvec_f32", "moe", "topk", "sample"):
+    for family in ("elementwise", "activations", "matvec_f32", "moe", "topk", "sample", "norm_blocks", "exchange"):
         yield family, {}
-    yield "norm_blocks", {"CHUNKS": 1}
     for kind in types:
         yield "embed", type_defines(kind)
         yield "matmul_decoded", type_defines(kind)
+    for family, kinds, n_in, n_out, asked in MATVECS:
+        for kind in kinds:
+            for tokens in (1, 2, 4, 8) if n_in == 6144 and family == "matvec" else (1,):
+                weight = SimpleNamespace(type=kind, n_in=n_in, n_out=n_out)
+                yield family, matvec_grid(weight, TOKENS=tokens, **asked | ({"CHOSEN": 8} if asked is DOWN else {}))[1]
     for kind in FAST_TYPES:
-        for n_in, group, rows in MATVECS:
-            if kind == "q8_0" or n_in % 256 == 0:
-                chosen = 8 if n_in == 2048 else 1  # the experts' down matrices
-                yield "matvec", {"TYPE": kind, "N_IN": n_in, "GROUP": group, "ROWS": rows, "TOKENS": 1, "CHOSEN": chosen}
-        for tokens in (2, 4, 8):
-            yield "matvec", {"TYPE": kind, "N_IN": 6144, "GROUP": 32, "ROWS": 1, "TOKENS": tokens, "CHOSEN": 1}
         for n_in in (6144, 2048, 16384, 512) + ((192,) if kind == "q8_0" else ()):
-            yield "matmul", matmul_variant(kind, n_in, max_shared)
+            for tokens in (32, 64, 128) if kind == "q8_0" else (32, 64):
+                yield "matmul", matmul_variant(kind, n_in, tokens, max_shared)
     yield "indexer", {"DIM": 128}
     yield "indexer_f16", {"DIM": 128, "HEADS": 32}
     yield "attention", MLA
@@ -59,6 +66,10 @@ NO_SPILL = frozenset(
         "activations",
         "norm_blocks",
         "matvec",
+        "matvec_rounding",
+        "matvec_projections",
+        "matvec_rope",
+        "matvec_ffn",
         "matvec_f32",
         "moe",
         "indexer",

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from check import Op, both_numerics, every_place
+from check import Op, both_numerics, every_place, tensor
+from gguf import GGMLQuantizationType as T
 from test_matmul import x_of
 
 
@@ -43,6 +44,26 @@ def test_padding_after_the_position(place):
     q, cache, top_k, pos, *rest = case(2, 5, 32, 16, 40, 20, np.float16)
     top_k[0, -3:], top_k[1, 5] = [38, 39, 37], -1
     Op(place).check("attention", q, cache, top_k, pos, *rest)
+
+
+@every_place
+@both_numerics
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_shows(place, numerics, splits, bad):
+    """A query, NaN in a row (its latent or its rope part), a token without any row; and the blocks made of them."""
+    op = Op(place, numerics)
+    q, cache, top_k, pos, *rest = case(4, 5, 64, 16, 150, 130, op.ops.cache_dtype)
+    cache[np.isnan(cache)] = 0  # the rows that nobody chose
+    q[0, 2, 70] = bad
+    cache[top_k[1, 7], 3], cache[top_k[2, 100], 70] = np.nan, np.nan
+    top_k[3] = -1
+    with np.errstate(invalid="ignore"):
+        op.check("attention", q, cache, top_k, pos, *rest, splits=splits)
+    v = tensor(np.random.default_rng(2), T.Q8_0, 5, 33, 64)
+    there = op.ops.attention(*map(op.there, (q, cache, top_k, pos)), *rest, splits=splits)
+    y = op.ops.numpy(op.ops.linear_heads(there, op.there(v)))
+    assert (np.isnan(y).all(-1) == np.isnan(op.ops.numpy(there)).any(-1)).all()
 
 
 @every_place

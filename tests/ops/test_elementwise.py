@@ -17,6 +17,7 @@ def test_norms(place, shape):
     w, b = tensor(rng, T.F32, shape[-1]), tensor(rng, T.F32, shape[-1])
     op.check("rms_norm", normal(1, *shape), w, 1e-5)
     op.check("layer_norm", normal(2, *shape) + 2, w, b, 1e-6)
+    op.check("add_norm", normal(1, *shape), normal(3, *shape), w, 1e-5)
 
 
 @every_place

@@ -47,6 +47,23 @@ def test_select_top_k_ties(place):
         op.check("select_top_k", score, pos, k)
 
 
+@every_place
+def test_select_top_k_of_long_rows(place):
+    """Several blocks a row: ties across their borders, NaN, rows that end before a border, at it and after it."""
+    rng, width = np.random.default_rng(6), 16384 + 5
+    score = rng.integers(-2, 3, (6, width)).astype(np.float32)
+    score[1] = rng.normal(size=width)
+    score[2] = 0.5
+    score[3, 4000:8300] = np.nan
+    score[4, 4095], score[4, 4096], score[5, 8192] = np.inf, np.inf, -np.inf
+    pos = np.array([width - 1, width - 1, 12287, 12288, 8191, 90], np.int32)
+    for t, last in enumerate(pos):
+        score[t, last + 1 :] = np.nan  # must not be read
+    op = Op(place)
+    for k in (1, 700, 5000):
+        op.check("select_top_k", score, pos, k)
+
+
 @pytest.mark.slow
 @every_place
 def test_select_top_k_of_many(place):

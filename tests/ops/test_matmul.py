@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType as T
 
 from raw_kernels import DECODED_TYPES
 
-TOKENS = [1, 2, 7, 8, 9, 63, 64, 65, 127, 129]
+TOKENS = [1, 2, 7, 8, 9, 33, 63, 64, 65, 127, 129]
 
 
 def x_of(seed, *shape):
@@ -26,7 +26,13 @@ def test_linear(place, kind, n_tokens):
 @every_place
 @pytest.mark.parametrize(
     "shape",
-    [(64, 32), (1, 288), pytest.param((129, 2080), marks=pytest.mark.slow), pytest.param((33, 8192), marks=pytest.mark.slow)],
+    [
+        (64, 32),
+        (1, 288),
+        (5, 16384),
+        pytest.param((129, 2080), marks=pytest.mark.slow),
+        pytest.param((33, 8192), marks=pytest.mark.slow),
+    ],
 )
 def test_linear_q8_0_shapes(place, shape):
     w = tensor(np.random.default_rng(1), T.Q8_0, *shape)
@@ -64,6 +70,15 @@ def test_linear_heads(place, n_tokens):
     op, n_heads = Op(place), 5
     op.check("linear_heads", x_of(7, n_tokens, n_heads, 192), tensor(np.random.default_rng(7), T.Q8_0, n_heads, 66, 192))
     op.check("linear_heads", x_of(8, n_tokens, n_heads, 64), tensor(np.random.default_rng(8), T.F16, n_heads, 34, 64))
+
+
+@every_place
+def test_blocks_of_many_tokens(place):
+    """As many heads as leave a block of 128 tokens for every processor; one short depth, one long."""
+    op, n_heads = Op(place), 70
+    for n_in, n_tokens in ((64, 130), (256, 177)):
+        w = tensor(np.random.default_rng(n_in), T.Q8_0, n_heads, 34, n_in)
+        op.check("linear_heads", x_of(n_in, n_tokens, n_heads, n_in), w)
 
 
 def experts_of(n_tokens, n_experts, n_chosen, seed=9):

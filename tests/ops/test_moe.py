@@ -94,3 +94,38 @@ def test_fused_equals_composed(place, n_tokens):
         op.check("gate_up_swiglu", h, w.ffn_gate, w.ffn_up)
         op.check("moe_gate_up_swiglu", h, w.ffn_gate_exps, w.ffn_up_exps, experts)
         op.check("moe_down_combine", x_of(7, n_tokens, 3, 512), w.ffn_down_exps, experts, np.abs(x_of(8, n_tokens, 3)))
+
+
+def some_away(experts):
+    """The same with about a third of the experts on other ranks, all of the last token's among them."""
+    away = experts.copy()
+    away[np.random.default_rng(10).random(away.shape) < 0.3] = -1
+    away[-1] = -1
+    return away
+
+
+@every_place
+@pytest.mark.parametrize(("n_tokens", "n_chosen"), [(1, 1), (1, 8), (9, 3), (129, 2)])
+def test_local_experts(place, n_tokens, n_chosen):
+    op, experts = Op(place), experts_of(n_tokens, 11, n_chosen)
+    for first, count in ((0, 5), (5, 6), (10, 1)):
+        op.check("local_experts", experts, first, count)
+
+
+@every_place
+@both_numerics
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 3, 9, 65])
+def test_experts_that_are_not_here(place, numerics, traced, n_tokens):
+    """Expert -1 adds exactly 0, whether all are away or some."""
+    op, w, h = Op(place, numerics, traced=traced), ffn_weights(), x_of(5, n_tokens, 256)
+    for experts in (some_away(experts_of(n_tokens, 11, 3)), experts_of(n_tokens, 11, 3)):
+        weights = np.abs(x_of(8, n_tokens, 3))
+        x, y = x_of(6, n_tokens, 3, 512), x_of(7, n_tokens, 3, 512)
+        op.check("linear_experts", h, w.ffn_gate_exps, experts)
+        op.check("linear_experts", x, w.ffn_down_exps, experts)
+        op.check("moe_down_combine", y, w.ffn_down_exps, experts, weights)
+        if numerics == "f32" or n_tokens == 1:
+            op.check("moe_experts", h, w, experts, weights)
+        made = op.run("linear_experts", h, w.ffn_gate_exps, experts)
+        assert not made[experts < 0].any()

@@ -41,6 +41,46 @@ def test_quantize_q8_k(place, shape):
     op.check("quantize_q8_k", x)
 
 
+NOT_FINITE = pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+
+
+@every_place
+@NOT_FINITE
+@pytest.mark.parametrize("verb", ["quantize_q8_0", "quantize_q8_k"])
+def test_scales_show_what_is_not_finite(place, bad, verb):
+    """8-bit integers cannot hold NaN or inf: the scale of their block is not finite, and no other one."""
+    x = np.random.default_rng(4).normal(0, 3, (3, 1024)).astype(np.float32)
+    for row, column in ((0, 0), (0, 300), (1, 767), (2, 1023)):
+        x[row, column] = bad
+    op = Op(place)
+    q, d = op.run(verb, x)
+    with np.errstate(invalid="ignore"):
+        expected_q, expected_d = getattr(op.twin, verb)(x)
+    finite = np.isfinite(expected_d)
+    assert finite.sum() == finite.size - 4
+    assert (np.isfinite(d) == finite).all()
+    assert (d[finite] == expected_d[finite]).all()
+    assert (q[finite] == expected_q[finite]).all()
+
+
+@every_place
+@NOT_FINITE
+@pytest.mark.parametrize("kind", [T.Q8_0, T.Q2_K, T.IQ3_S, T.F16])
+def test_products_show_what_is_not_finite(place, bad, kind):
+    """Few and many tokens, plain and after a norm, which writes the blocks itself where verbs are fused."""
+    op, rng = Op(place), np.random.default_rng(5)
+    w, gain = tensor(rng, kind, 33, 768), tensor(rng, T.F32, 768)
+    for n_tokens in (1, 9):
+        x = np.random.default_rng(6).normal(0, 3, (n_tokens, 768)).astype(np.float32)
+        x[n_tokens // 2, 700] = bad
+        with np.errstate(invalid="ignore"):
+            op.check("linear", x, w)
+            h = op.ops.rms_norm(op.there(x), op.there(gain), 1e-5)
+            y = op.ops.numpy(op.ops.linear(h, op.there(w)))
+        assert (np.isnan(y).all(-1) == (np.arange(n_tokens) == n_tokens // 2)).all()
+        assert np.isfinite(np.delete(y, n_tokens // 2, 0)).all()
+
+
 @every_place
 def test_rows_may_be_strided(place):
     op = Op(place)

@@ -1,0 +1,36 @@
+// Products of few short rows (N_IN values) that each block of threads rounds to Q8_0 itself, which saves a launch.
+// Pair p takes matrix p % n_matrices and row p of x (x_stride elements, a multiple of 4).
+
+KERNEL AT_MOST(BLOCK) JOIN(matvec_rounding_, TYPE)(const u8* w, const u16* d, const float* x, float* y, int n_out, int n_matrices,
+                                                   long long x_stride, long long y_stride) {
+  SHARED s8 q[N_IN];
+  SHARED u16 q_d[N_IN / 32];
+  int pair = BLOCK_Y, matrix = pair % n_matrices, row0 = BLOCK_X * BLOCK_ROWS, row = row0 + THREAD / GROUP * ROWS;
+  Matrix m = {w, 0, d};
+  W ring[RING];
+  start_dots(ring, m, m, 1, matrix, row, n_out);
+  wait_for_inputs();
+  x += pair * x_stride;
+  UNROLL for (int i0 = 0; i0 < N_IN; i0 += BLOCK * 8) {  // 4 lanes hold a block of 32
+    int i = i0 + THREAD * 8;
+    float value[8];
+    UNROLL for (int j = 0; j < 8; j += 4) {
+      F4 four = {0, 0, 0, 0};
+      if (i < N_IN) four = *(const F4*)(x + i + j);
+      value[j] = four.x, value[j + 1] = four.y, value[j + 2] = four.z, value[j + 3] = four.w;
+    }
+    int most = 0;
+    UNROLL for (int j = 0; j < 8; j++) most = imax(most, magnitude(value[j]));
+    float largest = largest_of(most, 4), inverse = largest != 0.0f ? 127.0f / largest : 0.0f;
+    if (i < N_IN) {
+      I2 packed = {(int)pack4(value, inverse), (int)pack4(value + 4, inverse)};
+      *(I2*)(q + i) = packed;
+      if (i % 32 == 0) q_d[i / 32] = f32_to_f16(largest / 127.0f);
+    }
+  }
+  barrier();
+  float acc[ROWS];
+  finish_dots(acc, ring, m, matrix, row, n_out, q, q_d, 0, 0, 1, 1);
+  UNROLL for (int r = 0; r < ROWS; r++)
+    if (THREAD % GROUP == 0 && row + r < n_out) y[pair * y_stride + row + r] = acc[r];
+}
