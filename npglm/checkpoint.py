@@ -264,6 +264,31 @@ MOE_TENSORS = {
 }
 OPTIONAL = {"output", "exp_probs_b"}  # absent: tied to token_embd; a bias of zero
 
+# How ranks share a model (npglm/parallel.py): attribute -> (axis that is cut, what is shared out along it). Every rank holds the
+# rest whole: norms, router, indexer, the latent's projection. So too token_embd: a rank reads one row of it a token, and a sum
+# over the ranks would cost more than its memory. A cut along the last axis is one through quantised blocks.
+SPLITS = {
+    "output": (0, "vocabulary rows"),
+    "attn_q_b": (0, "heads"),
+    "attn_k_b": (0, "heads"),
+    "attn_v_b": (0, "heads"),
+    "attn_output": (1, "heads"),
+    "ffn_gate": (0, "FFN columns"),
+    "ffn_up": (0, "FFN columns"),
+    "ffn_down": (1, "FFN columns"),
+    "ffn_gate_shexp": (0, "shared expert columns"),
+    "ffn_up_shexp": (0, "shared expert columns"),
+    "ffn_down_shexp": (1, "shared expert columns"),
+}
+EXPERT_SPLITS = {  # --experts
+    "tensor": {
+        "ffn_gate_exps": (1, "expert columns"),
+        "ffn_up_exps": (1, "expert columns"),
+        "ffn_down_exps": (2, "expert columns"),
+    },
+    "expert": dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), (0, "experts")),
+}
+
 
 def layer_tensors(config: GlmConfig, layer: int) -> dict:
     """The table's part for one layer. Indexer tensors of shared layers are copies that no one uses, so they are not in it."""
@@ -295,6 +320,8 @@ class Checkpoint:
     path, metadata, config; tensors: name -> Tensor of every shard; weights: the tensors of MODEL_TENSORS by attribute, and
     weights.layers[i] those of layer i; sha256: of the first shard's bytes before its tensor data; n_bytes: of all tensors.
     """
+
+    ranks = None  # those that share it: npglm.parallel.RankCheckpoint
 
     def __init__(self, path: Path, files: list[GgufFile]):
         self.path, self.files, self.metadata = path, files, files[0].metadata

@@ -5,11 +5,14 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
 
 from npglm.errors import NpglmError
+
+TERMINATED = 128 + signal.SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,14 +25,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
-def run(main, argv=None) -> int:
-    """Run main(argv) -> exit status (None counts as 0); turn what a person can cause into one line on stderr."""
+def run(main, argv=None, ranks: bool = False) -> int:
+    """Run main(argv) -> exit status (None counts as 0); turn what a person can cause into one line on stderr.
+
+    ranks: main takes (argv, npglm.parallel.Ranks or None) and may be one of several processes; then any one's failure ends them all.
+    """
     _repair_streams()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished outputs are taken away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished outputs are taken away
     program = Path(sys.argv[0]).name
+    others = None
     try:
+        if ranks:
+            from npglm.parallel import started
+
+            others = started()
         with np.errstate(all="ignore"):  # what is not finite is judged where it matters, not warned about
-            status = main(argv) or 0
+            status = (main(argv, others) if ranks else main(argv)) or 0
         sys.stdout.flush()  # a closed pipe or full disk shows here, not in the interpreter's exit
         return status
     except NpglmError as error:
@@ -38,13 +49,26 @@ def run(main, argv=None) -> int:
         message, status = "interrupted", 130
     except BrokenPipeError:  # the reader has left, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if others:
+            others.fail("", 141)
         return 141
     except OSError as error:
         message, status = f"{error.filename or ''}: {error.strerror or error}".lstrip(": "), 2
     except MemoryError:
         message, status = "out of memory", 2
+    except SystemExit as ending:
+        if others and ending.code == TERMINATED:  # what argparse ends, it ends on every rank
+            others.fail(f"{program}: terminated", TERMINATED)
+        raise
+    except Exception:
+        if others:
+            others.fail(traceback.format_exc().rstrip(), 1)
+        raise
+    message = f"{program}: error: {message}" if status == 2 else f"{program}: {message}"
+    if others:
+        others.fail(message, status)
     with contextlib.suppress(OSError):
-        print(f"{program}: error: {message}" if status == 2 else f"{program}: {message}", file=sys.stderr)
+        print(message, file=sys.stderr)
     return status
 
 

@@ -41,6 +41,7 @@ class GlmConfig:
     n_chosen: int  # K
     n_shared: int
     expert_ffn: int  # G
+    shared_ffn: int  # S*G, the shared experts together
     expert_scale: float
     expert_norm: bool
     rms_eps: float
@@ -55,7 +56,7 @@ class GlmConfig:
             "Y": c.vocab, "D": c.hidden, "H": c.n_heads, "N": c.nope, "P": c.rope, "V": c.v_dim, "Q": c.q_rank, "R": c.kv_rank,
             "I": c.indexer_heads, "J": c.indexer_dim, "F": c.ffn, "E": c.n_experts, "K": c.n_chosen, "G": c.expert_ffn,
             "H*(N+P)": c.n_heads * (c.nope + c.rope), "H*V": c.n_heads * c.v_dim, "R+P": c.kv_rank + c.rope,
-            "I*J": c.indexer_heads * c.indexer_dim, "S*G": c.n_shared * c.expert_ffn,
+            "I*J": c.indexer_heads * c.indexer_dim, "S*G": c.shared_ffn,
         }  # fmt: skip
 
     @property
@@ -132,6 +133,8 @@ def _read(cls, keys: Keys) -> GlmConfig:
     key_mla, rope = keys.size("attention.key_length_mla"), keys.size("rope.dimension_count")
     rank = keys.size("attention.kv_lora_rank")
     n_experts = keys.size("expert_count", None if moe else 1)
+    n_shared = keys.size("expert_shared_count", None if moe else 1)
+    expert_ffn = keys.size("expert_feed_forward_length", None if moe else 1)
     context = keys.size("context_length", high=1 << 31)
     config = cls(
         name=keys.get("general.name", str, ""),
@@ -154,8 +157,9 @@ def _read(cls, keys: Keys) -> GlmConfig:
         ffn=keys.size("feed_forward_length", None if n_dense else 1),
         n_experts=n_experts,
         n_chosen=keys.size("expert_used_count", None if moe else 1, high=n_experts),
-        n_shared=keys.size("expert_shared_count", None if moe else 1),
-        expert_ffn=keys.size("expert_feed_forward_length", None if moe else 1),
+        n_shared=n_shared,
+        expert_ffn=expert_ffn,
+        shared_ffn=n_shared * expert_ffn,
         expert_scale=keys.number("expert_weights_scale", 1e-6, 1e6) if moe else 1.0,
         expert_norm=keys.get(f"{ARCHITECTURE}.expert_weights_norm", bool, None if moe else True),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),

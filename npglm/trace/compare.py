@@ -326,8 +326,8 @@ class _Comparison:
                 continue
             mine.append(dict(joined.parts)[rank].values)
             if joined.kind == COLUMNS:
-                width = whole.shape[-1] // self.recording.world
-                columns = slice(rank * width, (rank + 1) * width)
+                start = sum(part.values.shape[-1] for r, part in joined.parts if r < rank)
+                columns = slice(start, start + mine[-1].shape[-1])
         if all(a is b for a, b in zip(mine, inputs, strict=True)):
             return None
         return rank_weights(place, step.weights, columns), mine

@@ -235,7 +235,7 @@ def layer_steps(c: GlmConfig, layer: int) -> dict[str, Step]:
             lambda p, y, weights: p.o.combine_experts(y, weights), c.n_chosen,
         )  # fmt: skip
     shared = "_shexp" if c.is_moe(layer) else ""
-    width = c.n_shared * c.expert_ffn if shared else c.ffn
+    width = c.shared_ffn if shared else c.ffn
     linear("ffn_gate", "ffn_norm", "ffn_gate" + shared, c.hidden)
     linear("ffn_up", "ffn_norm", "ffn_up" + shared, c.hidden)
     step("ffn_swiglu", ELEMENTWISE, "ffn_gate ffn_up", lambda p, g, u: p.o.swiglu(g, u))

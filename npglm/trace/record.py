@@ -34,8 +34,9 @@ def without_folders(argv: list[str]) -> str:
     return " ".join(words).encode("utf-8", "replace").decode()  # a file name need not be UTF-8
 
 
-def describe_run(checkpoint, tokens, numerics: str, argv=None, rank: int = 0, world: int = 1) -> dict[str, str]:
-    """The metadata of a trace that npglm makes. `argv`: the command (default: sys.argv)."""
+def describe_run(checkpoint, tokens, numerics: str, argv=None) -> dict[str, str]:
+    """The metadata of a trace that npglm makes. `argv`: the command (default: sys.argv). Rank and world are the checkpoint's."""
+    ranks = checkpoint.ranks
     return {
         "tokens": json.dumps([int(t) for t in tokens]),
         "engine": "npglm",
@@ -43,8 +44,8 @@ def describe_run(checkpoint, tokens, numerics: str, argv=None, rank: int = 0, wo
         "model": checkpoint.config.name,
         "model_sha256": checkpoint.sha256,
         "numerics": numerics,
-        "rank": str(rank),
-        "world": str(world),
+        "rank": str(ranks.rank if ranks else 0),
+        "world": str(ranks.world if ranks else 1),
         "created_by": without_folders(sys.argv if argv is None else argv),
     }
 
@@ -103,7 +104,7 @@ class Recorder(NoProbe):
         if name not in self.entries:
             return
         dtype, shape = self.entries[name]
-        rows = np.asarray(array, dtype)
+        rows = np.asarray(array.get() if hasattr(array, "get") else array, dtype)  # get: an array on a GPU
         if name in self.widened and rows.shape[1] < shape[1]:
             fill = -1 if dtype.kind == "i" else -np.inf
             rows = np.pad(rows, ((0, 0), (0, shape[1] - rows.shape[1])), constant_values=fill)

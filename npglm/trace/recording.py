@@ -9,8 +9,11 @@ from npglm.errors import NpglmError
 from npglm.trace.probes import PROBES
 
 COMPANIONS = ("#rows", "#known", "#sum")
-SUMMED = frozenset({"attn_out", "ffn_out", "ffn_shexp", "ffn_moe_out", "ffn_moe_down"})  # what tensor-parallel ranks add up
-ALONE, REPLICATED, COLUMNS, PARTIAL, EXPERTS = "alone", "replicated", "columns", "partial sums", "experts"
+# What ranks add up; the last three where they hold whole experts and 0 stands for those of others.
+SUMMED = frozenset(
+    {"attn_out", "ffn_out", "ffn_shexp", "ffn_moe_out", "ffn_moe_down", "ffn_moe_gate", "ffn_moe_up", "ffn_moe_swiglu"}
+)
+ALONE, REPLICATED, COLUMNS, PARTIAL = "alone", "replicated", "columns", "partial sums"
 
 
 class ArrayTrace:
@@ -132,7 +135,7 @@ def join(probe: str, parts: tuple, shape: tuple[int, ...], world: int) -> Joined
             return Joined(whole, ALONE, ((parts[0][0], whole),))
         return Joined(None, ALONE, parts, error=f"shape {list(first.values.shape)}, expected {list(shape)}")
     shapes = {p.values.shape for _, p in parts}
-    axis = _split_axis(shapes, shape, world) if len(parts) == world else None
+    axis = _split_axis([p.values.shape for _, p in parts], shape) if len(parts) == world else None
     if axis is not None:
         known = None if all(p.known is None for _, p in parts) else [_mask(p) for _, p in parts]
         whole = Known(
@@ -163,13 +166,12 @@ def _equal(a: Known, b: Known) -> bool:
         )
 
 
-def _split_axis(shapes: set, shape: tuple[int, ...], world: int) -> int | None:
+def _split_axis(parts: list[tuple], shape: tuple[int, ...]) -> int | None:
     """The axis whose sizes add up to the full one, when the other axes are equal."""
-    if len(shapes) != 1 or len(next(iter(shapes))) != len(shape):
+    if any(len(part) != len(shape) for part in parts):
         return None
-    part = next(iter(shapes))
-    different = [a for a, (p, s) in enumerate(zip(part, shape, strict=True)) if p != s]
-    return different[0] if len(different) == 1 and part[different[0]] * world == shape[different[0]] else None
+    different = [a for a, size in enumerate(shape) if any(part[a] != size for part in parts)]
+    return different[0] if len(different) == 1 and sum(part[different[0]] for part in parts) == shape[different[0]] else None
 
 
 def _fit_top_k(choice: Known, shape: tuple[int, ...]) -> Known:

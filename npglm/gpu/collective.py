@@ -1,0 +1,82 @@
+"""Sums over ranks that have a GPU each. NCCL or RCCL (cupy.cuda.nccl) moves what is large; what one decoded token makes is moved by
+our own kernels between GPUs of one host that can write into each other's memory (raw_kernels/inbox.hip). Both go into a captured step.
+"""
+
+import numpy as np
+
+from npglm.errors import NpglmError
+from npglm.gpu.elementwise import sum_add_norm
+
+BLOCK = 256
+CAPACITY = 1 << 18  # values that an inbox holds of each rank: the logits of a step
+
+
+class Collective:
+    """npglm.parallel.Ranks for arrays on GPUs. ops: the rank's own op set. inboxes: whether there are any."""
+
+    def __init__(self, ops, ranks):
+        """Raises NpglmError when CuPy has no NCCL or it does not start. Called by all ranks together."""
+        self.ops, self.ranks = ops, ranks
+        self._nccl = ops.device.nccl()
+        try:
+            key = ranks.share(self._nccl.get_unique_id() if ranks.rank == 0 else None)
+            self._communicator = self._nccl.NcclCommunicator(ranks.world, key, ranks.rank)
+        except self._nccl.NcclError as error:
+            raise NpglmError(f"NCCL does not start: {error}") from None
+        self.inboxes = self._open_inboxes()
+
+    def _open_inboxes(self) -> bool:
+        """Two inboxes on each rank, zeroed and opened by all others: for sum() and for add_norm(). False where GPUs cannot do that."""
+        device, ranks = self.ops.device, self.ranks
+        runtime = device.cupy.cuda.runtime
+        peers = [i for i in range(ranks.local_world) if i != device.id]
+        near = (
+            not device.hip
+            and ranks.local_world == ranks.world
+            and all(runtime.deviceCanAccessPeer(device.id, i) for i in peers)
+        )
+        if not all(ranks.gather(near)):
+            return False
+        half = 2 * ranks.world * CAPACITY * 8
+        n_bytes = 2 * half
+        mine = runtime.malloc(n_bytes)  # by itself, not from a pool: the whole allocation is opened
+        runtime.memset(mine, 0, n_bytes)
+        device.synchronize()
+        handles = ranks.gather(runtime.ipcGetMemHandle(mine))
+        addresses = [mine] * ranks.world
+        try:
+            for r in set(range(ranks.world)) - {ranks.rank}:
+                addresses[r] = runtime.ipcOpenMemHandle(handles[r])
+        except runtime.CUDARuntimeError:  # as in some containers
+            addresses = []
+        if not all(ranks.gather(bool(addresses))):
+            return False
+        self._sums, self._norms = (
+            (
+                self.ops.array([address + start for address in addresses], np.uint64),
+                self.ops.array(np.zeros(CAPACITY // 2 // BLOCK), np.int32),  # calls, counted by each block of threads
+                *(CAPACITY, ranks.rank, ranks.world),
+            )
+            for start in (0, half)
+        )
+        ranks.barrier()
+        return True
+
+    def sum(self, x):
+        """The sum of all ranks' arrays f32 of one shape, the same bits on all of them."""
+        y = self.ops.empty(x.shape, np.float32)
+        if self.inboxes and x.size <= CAPACITY:
+            inboxes, calls, *where = self._sums
+            self.ops.launch("exchange_sum_f32", (-(-x.size // (2 * BLOCK)),), BLOCK, x, y, inboxes, calls, x.size, *where)
+        else:
+            stream = self.ops.device.cupy.cuda.get_current_stream().ptr
+            self._communicator.allReduce(x.data.ptr, y.data.ptr, x.size, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM, stream)
+        return y
+
+    def adds_norm(self, y) -> bool:
+        """Whether add_norm() takes this rank's part y of a sum: where it fuses, and for one token."""
+        return self.inboxes and self.ops.fused and self.ops.rounds and len(y) == 1 and y.size % 256 == 0 and y.size <= CAPACITY
+
+    def add_norm(self, x, y, weight, eps: float):
+        """ops.add_norm(x, sum(y), weight, eps) in one launch."""
+        return sum_add_norm(x, y, weight, eps, self._norms, ops=self.ops)
