@@ -5,6 +5,7 @@ Units are decimal (1 GB = 1e9 bytes), as bandwidths are.
 """
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from math import prod
@@ -15,12 +16,14 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
 
 from npglm.cache import Cache
-from npglm.checkpoint import DECODABLE, Checkpoint, GgufFile, Tensor, read_gguf, shard_paths
+from npglm.checkpoint import DECODABLE, EXPERT_SPLITS, Checkpoint, GgufFile, Tensor, read_gguf, shard_paths
 from npglm.config import GlmConfig
 from npglm.errors import NpglmError
+from npglm.parallel import Sharding
 from npglm.tokenizer import Tokenizer
 
 F16_BYTES, F32_BYTES = 2, 4
+FULL = 0.97  # share of a memory that weights and cache may take
 CHOSEN = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}  # only K of their E matrices are read for a token
 
 # What one decoded token reads, in groups of weights.
@@ -39,10 +42,11 @@ GROUPS = {
 }  # fmt: skip
 
 
-def describe(path, context: int | None = None) -> dict:
+def describe(path, context: int | None = None, device: tuple[str, int] | None = None, ranks: int | None = None) -> dict:
     """Facts about the checkpoint at `path`, fit for JSON; its keys are the sections of `page`.
 
-    context: tokens in the cache, for what depends on it (default: 4096, or the model's own length if that is less).
+    context: tokens in the cache, for what depends on it (default: 4096, or the model's own length if that is less). device: name
+    and bytes of memory of the GPU that it may run on. ranks: processes that may share it.
     A file whose header can be read is described even if it cannot be run: "cannot" says why, what needs the config is left out.
     """
     paths = shard_paths(Path(path))
@@ -73,6 +77,9 @@ def describe(path, context: int | None = None) -> dict:
             "cache_bytes_per_token_f16": Cache.row_bytes(config, F16_BYTES),
             "context": context,
         }
+        facts["placement"] = placement(checkpoint, context, device)
+        if ranks:
+            facts["ranks"] = shared(checkpoint, context, ranks)
     return facts | {"notes": notes, "cannot": cannot}
 
 
@@ -162,6 +169,44 @@ def per_token(checkpoint: Checkpoint, context: int) -> dict:
     }
 
 
+def placement(checkpoint: Checkpoint, context: int, device: tuple[str, int] | None) -> dict:
+    """Bytes that the GPU backend takes, with and without --offload-experts, beside what there is. The cache is f16."""
+    weights, config = checkpoint.weights, checkpoint.config
+    layers = [(name, t) for layer in weights.layers for name, t in vars(layer).items() if t is not None]
+    experts = sum(t.nbytes for name, t in layers if name in CHOSEN)
+    rest = sum(t.nbytes for name, t in layers if name not in CHOSEN)
+    rest += sum(t.nbytes for name, t in vars(weights).items() if name != "layers")
+    cache = context * Cache.row_bytes(config, F16_BYTES)
+    name, memory = device or (None, None)
+    return {
+        "context": context,
+        "device": name,
+        "device_memory": memory,
+        "host_memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "device_bytes": rest + experts + cache,
+        "offloaded_device_bytes": rest + cache,
+        "offloaded_host_bytes": experts,
+    }
+
+
+def shared(checkpoint: Checkpoint, context: int, world: int) -> dict:
+    """Bytes of weights and f16 cache that the largest of `world` ranks holds, for each way to share the experts; or why it cannot be."""
+    found = {}
+    for experts in EXPERT_SPLITS:
+        try:
+            sharding = Sharding(checkpoint, world, experts)
+        except NpglmError as error:
+            found[experts] = str(error)
+            continue
+        parts = [
+            sum(sharding.part(t, a, rank).nbytes for part in (checkpoint.weights, *checkpoint.weights.layers)
+                for a, t in vars(part).items() if isinstance(t, Tensor))
+            for rank in range(world)
+        ]  # fmt: skip
+        found[experts] = max(parts) + context * Cache.row_bytes(checkpoint.config, F16_BYTES)
+    return {"world": world, "context": context, "bytes": found}
+
+
 # --- NaN and inf ------------------------------------------------------------------------------------------------------------
 
 # Where the blocks hold f16 scales (F16 and BF16: the values themselves). The rest of a block is integers, whose products with a
@@ -230,6 +275,9 @@ def page(facts: dict) -> str:
     if "per_token" in facts:
         lines += ["", *_per_token_lines(facts["per_token"], facts["config"])]
         lines += ["", *_memory_lines(facts["memory"])]
+        lines += ["", *_placement_lines(facts["placement"])]
+    if "ranks" in facts:
+        lines += ["", *_rank_lines(facts["ranks"], facts["placement"]["device_memory"])]
     for title, key in (("Notes", "notes"), ("Runs here", "runs"), ("Cannot run here", "cannot")):
         if facts.get(key):
             lines += ["", title, *(f"  {line}" for line in facts[key])]
@@ -303,6 +351,30 @@ def _memory_lines(m: dict) -> list[str]:
         (f"cache of {m['context']} tokens, f32", size(m["context"] * m["cache_bytes_per_token_f32"])),
     ]
     return ["Memory", *_columns(rows, "<>")]
+
+
+def _fits(n: int, memory: int | None) -> str:
+    return "" if memory is None else f"{'fits' if n <= FULL * memory else 'does not fit'} in {size(memory)}"
+
+
+def _placement_lines(p: dict) -> list[str]:
+    gpu, host = p["device_memory"], p["host_memory"]
+    slow = "" if p["offloaded_host_bytes"] <= FULL * host else ": slow, as experts are read from the file again"
+    rows = [
+        ("all weights and the cache", "device_bytes", gpu, ""),
+        ("--offload-experts: on the GPU", "offloaded_device_bytes", gpu, ""),
+        ("--offload-experts: in host memory", "offloaded_host_bytes", host, slow),
+    ]
+    lines = _columns([(label, size(p[key]), _fits(p[key], memory) + more) for label, key, memory, more in rows], "<><")
+    return [f"On {p['device'] or 'a GPU'}, {p['context']} tokens cached", *lines]
+
+
+def _rank_lines(r: dict, memory: int | None) -> list[str]:
+    rows = [
+        (f"--experts {way}", "", n) if type(n) is str else (f"--experts {way}", size(n), _fits(n, memory))
+        for way, n in r["bytes"].items()
+    ]
+    return [f"Each of {r['world']} ranks, {r['context']} tokens cached", *_columns(rows, "<><")]
 
 
 def _columns(rows: list[tuple[str, ...]], align: str, width: int = 1) -> list[str]:

@@ -18,11 +18,11 @@ CHUNK = 512  # tokens of a prompt that go through the model together
 
 
 class Model:
-    """A checkpoint with the forward pass and op set that run it."""
+    """A checkpoint with the forward pass and op set that run it. progress(done, total) is told the bytes of weights moved."""
 
-    def __init__(self, checkpoint: Checkpoint, forward, ops):
+    def __init__(self, checkpoint: Checkpoint, forward, ops, progress=None):
         self.checkpoint, self.config, self.ops, self._forward = checkpoint, checkpoint.config, ops, forward
-        self.weights = ops.load(checkpoint)
+        self.weights, self._decoder = ops.load(checkpoint, progress), None
 
     def cache(self, capacity: int) -> Cache:
         return Cache(self.config, capacity, self.ops)
@@ -54,6 +54,20 @@ class Model:
             )
             cache.length += len(part)
         return self.ops.numpy(y)[-1:]
+
+    def decoder(self, cache: Cache, sampler: Sampler, vocab: int):
+        """The op set's own decode loop over `cache`, which chooses from the first `vocab` ids; None if it cannot as `sampler` does.
+
+        The last one is kept for the next turn of a conversation, unless the cache has moved.
+        """
+        if sampler.filters or not hasattr(self.ops, "decode"):
+            return None
+        chooses = {"temperature": sampler.temperature, "seed": sampler.seed, "vocab": vocab}
+        last = self._decoder
+        if last is None or last.cache is not cache or last.moved or last.chooses != chooses:
+            last = self._decoder = None  # gives its memory back first
+            self._decoder = self.ops.decode(self._forward, self.weights, self.config, cache, **chooses)
+        return self._decoder
 
 
 def raw_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -126,11 +140,13 @@ def generate(
     probe=NO_PROBE,
     every_row: bool = False,
     prefilled=lambda: None,
+    logprobs: bool = True,
 ) -> Result:
     """Generate behind `prompt_ids`, of which the first cache.length are in the cache already.
 
-    emit(text) is called as text becomes final, prefilled() once the prompt is in, `probe` sees the prefill only. Ctrl-C ends generation with finish "interrupt". The cache then holds the prompt and
-    all generated ids but the last one.
+    emit(text) is called as text becomes final, prefilled() once the prompt is in, `probe` sees the prefill only. Without
+    logprobs an op set that chooses ids itself need not give its logits away. Ctrl-C ends generation with finish "interrupt". The
+    cache then holds the prompt and all generated ids but the last one.
     """
     result = Result(list(prompt_ids), n_cached=cache.length)
     stream, stop = tokenizer.stream(skip_special=True), StopText(stops)
@@ -140,6 +156,7 @@ def generate(
         if text:
             emit(text)
 
+    decoder = model.decoder(cache, sampler, tokenizer.vocab_size) if max_tokens > 1 else None
     started = perf_counter()
     decode_started = None
     try:
@@ -149,12 +166,19 @@ def generate(
         result.prompt_s = decode_started - started
         prefilled()
         while len(result.ids) < max_tokens:
-            if result.ids:
-                logits = model.run(cache, result.ids[-1:])[0]
-            logits = logits[: tokenizer.vocab_size]
-            token = sampler.sample(logits, step=len(result.ids))
+            n = len(result.ids)
+            if decoder and n:
+                if n == 1:
+                    decoder.start(result.ids[0], cache.length, step=1)
+                token = decoder.next()
+                logits = model.ops.numpy(decoder.logits)[0] if logprobs else None
+            else:
+                if n:
+                    logits = model.run(cache, result.ids[-1:])[0]
+                token = sampler.sample(logits[: tokenizer.vocab_size], step=n)
             result.ids.append(token)
-            result.logprobs.append(sampler.logprob(logits, token))
+            if logprobs:
+                result.logprobs.append(sampler.logprob(logits[: tokenizer.vocab_size], token))
             if token in tokenizer.eog:
                 result.finish = "stop"
                 break

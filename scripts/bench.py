@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Measure. --backend cpu: against llama.cpp in one run, on a full-width random checkpoint or one of yours; --backend gpu: every op, decode
-and prefill at full width, with weights made on the device; --faults: how well compare.py finds and names planted faults."""
+and prefill at full width, with weights made on the device, or with mpirun decode of a model that several GPUs share; --faults: how well
+compare.py finds and names planted faults."""
 
 import json
 import os
@@ -23,6 +24,7 @@ def parse(argv):
     parser.add_argument("--faults", action="store_true", help="the confusion table of the fault suite, instead of a backend")
     parser.add_argument("--shape", default="glm-5.2", help="of --backend gpu")
     parser.add_argument("--layers", type=int, default=15, metavar="N", help="of --backend gpu: 3 dense and N - 3 MoE layers")
+    parser.add_argument("--offload-experts", action="store_true", help="of --backend gpu: routed experts in host memory")
     parser.add_argument("--against", choices=["llama.cpp"], default="llama.cpp")
     parser.add_argument("--model", "-m", help="a GGUF file (default: made once, 2.4 GB, in ~/.cache/npglm)")
     parser.add_argument("--tier", help="instructions to compile for (default: the best here): avx512vnni, avxvnni, avx2, plain")
@@ -150,8 +152,10 @@ def kernels(counts: list[int], args) -> int:
     return 0
 
 
-def main(argv=None) -> int:
+def main(argv=None, ranks=None) -> int:
     args = parse(argv)
+    if ranks and (args.faults or args.backend != "gpu"):
+        raise NpglmError("several ranks are measured with --backend gpu only")
     if args.faults:
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "trace"))
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -163,8 +167,17 @@ def main(argv=None) -> int:
 
         if args.shape not in SHAPES or args.layers < 8:
             raise NpglmError(f"--shape: {', '.join(SHAPES)}; --layers: 8 or more")
-        figures = bench(args.shape, args.layers)
-        if args.json:
+        if ranks:
+            from npglm.gpu import bench_ranks
+
+            figures = bench_ranks.bench(ranks, args.shape, args.layers)
+        elif args.offload_experts:
+            from npglm.gpu.offload_bench import offload_bench
+
+            figures = offload_bench(args.shape, args.layers, args.threads and args.threads[0])
+        else:
+            figures = bench(args.shape, args.layers)
+        if args.json and (ranks is None or ranks.rank == 0):
             Path(args.json).write_text(json.dumps(figures, indent=1))
         return 0
     import npglm.cpu
@@ -207,4 +220,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, ranks=True))

@@ -27,30 +27,42 @@ def parse(argv):
     parser.add_argument(
         "--ctx", type=int, metavar="N", help="tokens in the cache (default: 4096, or the model's context if less)"
     )
+    parser.add_argument("--memory", type=float, metavar="GB", help="of the GPU that it may run on (default: the one seen here)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="say what each of N ranks (mpirun -n N) would hold")
     args = parser.parse_args(argv)
+    if args.ranks is not None and not 2 <= args.ranks <= 1024:
+        parser.error(f"--ranks is {args.ranks}, expected 2 to 1024")
+    if args.memory is not None and not 0 < args.memory < 1e6:
+        parser.error(f"--memory is {args.memory}, expected GB > 0")
     if args.ctx is not None and not 1 <= args.ctx <= 1 << 31:
         parser.error(f"--ctx is {args.ctx}, expected 1 to {1 << 31}")
     return args
 
 
-def backends() -> tuple[list[str], list[str]]:
-    """(those that run here, why the others do not)."""
-    runs, cannot = [], []
+def backends() -> tuple[list[str], list[str], tuple[str, int] | None]:
+    """(those that run here, why the others do not, name and bytes of the GPU)."""
+    runs, cannot, gpu = [], [], None
+    defaults = {"numerics": None, "threads": None, "weight_cache": 0.0, "offload_experts": False}
     for name in BACKENDS[1:]:
         try:
-            _, ops = pick(argparse.Namespace(backend=name, numerics=None, threads=None, weight_cache=0.0))
+            _, ops = pick(argparse.Namespace(backend=name, **defaults))
         except (NpglmError, ImportError) as error:
             cannot.append(str(error))
             continue
         on = {"cpu": lambda ops: f"tier {ops.tier}, {physical_cores()} cores", "gpu": lambda ops: ops.device.name}.get(name)
         runs.append(f"{name}: {on(ops)}" if on else name)
-    return runs, cannot
+        if name == "gpu":
+            gpu = ops.device.name, ops.device.free_bytes()[1]
+    return runs, cannot, gpu
 
 
 def main(argv=None) -> int:
     args = parse(argv)
-    facts = describe(args.model, args.ctx)
-    facts["runs"], cannot = backends()
+    runs, cannot, gpu = backends()
+    if args.memory:
+        gpu = "", int(args.memory * 1e9)
+    facts = describe(args.model, args.ctx, gpu, args.ranks)
+    facts["runs"] = runs
     facts["cannot"] += cannot
     if not args.json:
         print(page(facts), end="", flush=True)

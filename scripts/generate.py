@@ -7,12 +7,12 @@ import resource
 import sys
 
 import numpy as np
-from backend import add_arguments, pick
+from backend import add_arguments, add_rank_arguments, open_model
 
 import npglm
 from npglm import cli
 from npglm.errors import NpglmError
-from npglm.generate import Conversation, Model, capacity, generate, n_chunks, raw_prompt
+from npglm.generate import Conversation, capacity, generate, n_chunks, raw_prompt
 from npglm.progress import LayerProgress
 from npglm.sampler import Sampler
 from npglm.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ def parse(argv):
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.add_argument("--trace", metavar="OUT.safetensors", help="record the prompt's prefill")
     add_arguments(parser)
+    add_rank_arguments(parser)
     args = parser.parse_args(argv)
     if args.max_tokens < 1:
         parser.error(f"--max-tokens is {args.max_tokens}, expected at least 1")
@@ -70,7 +71,7 @@ def emit(text: str) -> None:
     sys.stdout.flush()
 
 
-def main(argv=None):
+def main(argv=None, ranks=None):
     args = parse(argv)
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     checkpoint = npglm.load(npglm.embedded() if args.model is None else args.model)
@@ -81,8 +82,8 @@ def main(argv=None):
         )
     for text in checkpoint.notes():
         note(f"note: {text}")
-    forward, ops = pick(args)
-    model = Model(checkpoint, forward, ops.traced() if args.trace else ops)
+    model = open_model(args, checkpoint, ranks, traced=bool(args.trace))
+    ops = model.ops
     chat = Conversation(model, tokenizer, args.system, args.think, args.ctx) if args.chat or args.interactive else None
 
     def answer(ids: list[int]):
@@ -98,8 +99,9 @@ def main(argv=None):
                 progress = stack.enter_context(LayerProgress(model.config.n_layers, n_chunks(len(ids) - cache.length)))
                 if args.trace is not None:
                     dtype = np.float64 if ops.numerics.name == "f64" else np.float32
-                    file = stack.enter_context(cli.whole_file(args.trace, checkpoint.paths))
-                    record = recorder(file, checkpoint, ids, ops.numerics.name, dtype=dtype)
+                    out = ranks.path(args.trace) if ranks else args.trace
+                    file = stack.enter_context(cli.whole_file(out, checkpoint.paths))
+                    record = recorder(file, model.checkpoint, ids, ops.numerics.name, dtype=dtype)
 
                 def prefilled():
                     if record:
@@ -118,11 +120,12 @@ def main(argv=None):
                     probe=progress.over(record) if record else progress.over(),
                     every_row=bool(record),
                     prefilled=prefilled,
+                    logprobs=args.json,
                 )
-                if record and not record.complete:
-                    raise KeyboardInterrupt  # so that no half of a trace is kept
+                if result.finish == "interrupt" and (ranks or (record and not record.complete)):
+                    raise KeyboardInterrupt  # so that no half of a trace is kept, and no rank waits for this one
         except KeyboardInterrupt:
-            if result is None:
+            if result is None or ranks:
                 raise
         if chat:
             chat.answered(result)
@@ -133,7 +136,7 @@ def main(argv=None):
         return result
 
     if args.interactive:
-        return talk(args, chat, answer)
+        return talk(args, chat, answer, ranks)
     result = answer(args.tokens or (chat.prompt_ids(args.prompt) if chat else raw_prompt(tokenizer, args.prompt or "")))
     if args.json:
         print(json.dumps(as_json(result, ops.backend), ensure_ascii=False))
@@ -152,14 +155,15 @@ def as_json(result, backend: str) -> dict:
     }
 
 
-def talk(args, chat, answer) -> int:
-    """Read a line, answer it, until the input ends."""
+def talk(args, chat, answer, ranks) -> int:
+    """Read a line, answer it, until the input ends. mpirun gives the input to rank 0."""
     line = args.prompt
     while True:
         if line is None:
             sys.stderr.write("> ")
             sys.stderr.flush()
-            line = sys.stdin.readline()
+            line = sys.stdin.readline() if ranks is None or ranks.rank == 0 else None
+            line = ranks.share(line) if ranks else line
             if not line:
                 note("")
                 return 0
@@ -169,4 +173,4 @@ def talk(args, chat, answer) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, ranks=True))

@@ -4,12 +4,12 @@
 import sys
 
 import numpy as np
-from backend import add_arguments, pick
+from backend import add_arguments, add_rank_arguments, open_model
 
 import npglm
 from npglm import cli
 from npglm.errors import NpglmError
-from npglm.generate import Model, n_chunks, raw_prompt
+from npglm.generate import n_chunks, raw_prompt
 from npglm.progress import LayerProgress
 from npglm.tokenizer import Tokenizer
 from npglm.trace.record import recorder
@@ -32,7 +32,7 @@ def layer_list(text: str) -> list[int]:
         raise cli.argparse.ArgumentTypeError(f"expected layers such as 0-3,6, found {text[:40]!r}") from None
 
 
-def main(argv=None):
+def main(argv=None, ranks=None):
     parser = cli.Parser(description=__doc__)
     parser.add_argument("model", help="GGUF file, any shard, or a folder")
     given = parser.add_mutually_exclusive_group(required=True)
@@ -46,6 +46,7 @@ def main(argv=None):
     )
     parser.add_argument("--probes", nargs="+", metavar="PATTERN", help="only these, by name or NAME-layer; * and ? match")
     add_arguments(parser, backend="reference")
+    add_rank_arguments(parser)
     args = parser.parse_args(argv)
 
     checkpoint = npglm.load(args.model)
@@ -55,17 +56,17 @@ def main(argv=None):
     tokens = args.tokens
     if tokens is None:
         tokens = raw_prompt(Tokenizer.from_metadata(checkpoint.metadata, checkpoint.path.name), args.prompt)
-    forward, ops = pick(args)
-    model = Model(checkpoint, forward, ops.traced())
+    model = open_model(args, checkpoint, ranks, traced=True)
     model.config.check_tokens(tokens)
     last = max(args.layers) if args.layers else config.n_layers - 1
-    dtype = np.float64 if ops.numerics.name == "f64" else np.float32
-    with cli.whole_file(args.out, checkpoint.paths) as file, LayerProgress(last + 1, n_chunks(len(tokens))) as progress:
-        record = recorder(file, checkpoint, tokens, ops.numerics.name, args.layers, args.probes, dtype)
+    numerics, out = model.ops.numerics.name, ranks.path(args.out) if ranks else args.out
+    dtype = np.float64 if numerics == "f64" else np.float32
+    with cli.whole_file(out, checkpoint.paths) as file, LayerProgress(last + 1, n_chunks(len(tokens))) as progress:
+        record = recorder(file, model.checkpoint, tokens, numerics, args.layers, args.probes, dtype)
         stop = None if last == config.n_layers - 1 else last
         model.run(model.cache(len(tokens)), tokens, progress.over(record), every_row=True, last_layer=stop)
         record.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, ranks=True))

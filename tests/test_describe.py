@@ -56,6 +56,35 @@ def test_bytes_of_a_decoded_token_of_glm52(glm52):
     assert facts["memory"]["context"] == 4096
 
 
+def test_what_fits_where_of_glm52(glm52):
+    """One 80 GB GPU takes all but the routed experts; its own memory is what host memory is compared with."""
+    p = describe(glm52, device=("Some GPU", int(80e9)))["placement"]
+    assert (p["device"], p["device_memory"], p["context"]) == ("Some GPU", 80_000_000_000, 4096)
+    assert round(p["offloaded_host_bytes"] / 1e9, 2) == round(75 * 3 * 256 * 6144 * 2048 / 256 * 84 / 1e9, 2) == 237.82
+    assert p["device_bytes"] - p["offloaded_device_bytes"] == p["offloaded_host_bytes"]
+    assert round(p["offloaded_device_bytes"] / 1e9, 2) == 20.50
+    text = run(glm52, "--memory", "80").stdout
+    assert "\nOn a GPU, 4096 tokens cached\n  all weights and the cache          258.32 GB  does not fit in 80.00 GB\n" in text
+    assert "\n  --offload-experts: on the GPU       20.50 GB  fits in 80.00 GB\n" in text
+    facts = describe(glm52)
+    facts["placement"]["host_memory"] = int(128e9)
+    assert "  237.82 GB  does not fit in 128.00 GB: slow, as experts are read from the file again\n" in page(facts)
+
+
+def test_what_each_rank_holds_of_glm52(glm52):
+    """Halves of heads, FFNs, experts and head; embedding, q_a, kv_a, router, indexer and the cache whole."""
+    facts = describe(glm52, ranks=2)
+    both = facts["ranks"]["bytes"]["tensor"] * 2
+    assert facts["ranks"]["bytes"]["expert"] * 2 == both
+    twice = (154880 + 78 * (2048 + 576) + 21 * (128 + 32)) * 6144 * 34 / 32 + 21 * 4096 * 2048 * 34 / 32 + 75 * 256 * 6144 * 4
+    cache = 4096 * 2 * (78 * 576 + 21 * 128)
+    assert round((both - facts["placement"]["device_bytes"]) / 1e9, 2) == round((twice + cache) / 1e9, 2) == 3.42
+    page = run(glm52, "--ranks", "2", "--memory", "144").stdout
+    assert "\nEach of 2 ranks, 4096 tokens cached\n  --experts tensor  130.87 GB  fits in 144.00 GB\n" in page
+    page = run(SMALL, "--ranks", "2").stdout
+    assert "small.Q2_K.gguf: tensor blk.3.ffn_down_exps.weight: 2 ranks would cut its Q2_K blocks of 256" in page
+
+
 def test_layer_plan_of_glm52(glm52):
     facts = describe(glm52)
     layers = facts["layers"]
@@ -257,7 +286,7 @@ def test_json_is_one_object_and_a_bad_tensor_is_status_1(tmp_path):
 def test_errors_are_one_line_and_status_2(tmp_path):
     damaged = tmp_path / "m.gguf"
     damaged.write_bytes(SMALL.read_bytes()[:5000])
-    for args in ([damaged], [tmp_path / "no.gguf"], [SMALL, "--ctx", "0"], []):
+    for args in ([damaged], [tmp_path / "no.gguf"], [SMALL, "--ctx", "0"], [SMALL, "--memory", "0"], []):
         done = run(*args, status=2)
         assert done.stdout == ""
         assert done.stderr.startswith("describe.py: error: ")

@@ -1,5 +1,7 @@
 """The whole pass in emulation against the reference with the same numerics."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from synth import write_model
@@ -9,7 +11,10 @@ import reference.forward
 from npglm.cache import Cache
 from npglm.checkpoint import Checkpoint
 from npglm.errors import NpglmError
+from npglm.generate import Model, generate
 from npglm.gpu import op_set
+from npglm.sampler import Sampler
+from npglm.tokenizer import Tokenizer
 from npglm.trace.probes import PROBES
 from reference.numerics import NUMERICS
 from reference.ops import ReferenceOps
@@ -102,11 +107,64 @@ def test_decode_loop(model):
         decoder.next()
 
 
-def test_memory_is_checked_first(model, monkeypatch):
-    ops = op_set("ggml", "emulated")
+class Plain(Model):
+    """Without the op set's own decode loop."""
+
+    def decoder(self, *_):
+        return None
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (0.9, 0), (0.9, 5)])
+def test_generate_takes_the_decode_loop(model, temperature, top_k):
+    """Ids and log probabilities of plain forward calls; a filter that the device lacks takes those."""
+    ops, tokenizer, sampler = op_set("ggml", "emulated"), Tokenizer.from_gguf(model.path), Sampler(temperature, top_k, seed=3)
+    a, b = (kind(model, npglm.forward.forward, ops) for kind in (Plain, Model))
+    plain, looped = (generate(m, tokenizer, m.cache(12), [5, 9, 2, 200], sampler, 6) for m in (a, b))
+    assert looped.ids == plain.ids
+    assert looped.logprobs == plain.logprobs
+    assert (b._decoder is None) == (top_k > 0)
+    assert generate(b, tokenizer, b.cache(12), [5, 9, 2, 200], sampler, 6, logprobs=False).logprobs == []
+
+
+def test_a_conversation_keeps_the_decode_loop_until_its_cache_moves(model):
+    ops, tokenizer = op_set("ggml", "emulated"), Tokenizer.from_gguf(model.path)
+    a, b = (kind(model, npglm.forward.forward, ops) for kind in (Plain, Model))
+    caches, results, loops = [m.cache(13) for m in (a, b)], [], []
+    for new in ([5, 9, 2, 200], [17, 3], [8]):
+        for m, cache in zip((a, b), caches, strict=True):
+            ids = (results[-2].prompt_ids + results[-2].ids if len(results) > 1 else []) + new
+            if len(ids) + 3 > cache.capacity:
+                cache.grow(2 * cache.capacity)
+            results.append(generate(m, tokenizer, cache, ids, Sampler(), 3))
+        loops.append(b._decoder)
+        assert results[-1].ids == results[-2].ids
+        assert caches[1].length == len(results[-1].prompt_ids) + 2
+    assert loops[0] is loops[1]
+    assert loops[1] is not loops[2]
+
+
+def test_not_finite_weights_stop_generation(tmp_path):
+    """One NaN in a norm shows through the 8-bit blocks, as in the reference."""
+    data = bytearray(Path(GOLDEN).read_bytes())
+    at = bytes(data).find(Checkpoint.open(GOLDEN).tensors["blk.1.ffn_norm.weight"].data.tobytes())
+    data[at : at + 4] = np.float32("nan").tobytes()
+    (tmp_path / "nan.gguf").write_bytes(data)
+    bad = Checkpoint.open(tmp_path / "nan.gguf")
+    model = Model(bad, npglm.forward.forward, op_set("ggml", "emulated"))
+    with pytest.raises(NpglmError, match="logits are not finite"):
+        generate(model, Tokenizer.from_gguf(bad.path), model.cache(8), [5, 9], Sampler(), 4)
+
+
+def test_loading(model, monkeypatch):
+    """Progress is told to the end; what does not fit is said before anything moves."""
+    ops, told = op_set("ggml", "emulated"), []
+    ops.load(model, lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] > told[0][0] > 0
+    told.clear()
     monkeypatch.setattr(ops.device, "free_bytes", lambda: (model.n_bytes // 2, 0))
-    with pytest.raises(NpglmError, match=r"GiB free; . of 4 layers would fit"):
-        ops.load(model)
+    with pytest.raises(NpglmError, match=r"the weights need .* GiB free; . of 4 layers would fit; --offload-experts needs"):
+        ops.load(model, lambda *_: told.append(1))
+    assert not told
 
 
 def test_other_numerics_are_refused():
