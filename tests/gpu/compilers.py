@@ -12,6 +12,7 @@ from raw_kernels import source
 
 AMD_LANES = {"gfx906": 64, "gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx1030": 32, "gfx1100": 32}
 BITCODE = "/usr/lib/x86_64-linux-gnu/amdgcn/bitcode"
+NO_BITCODE = ("gfx942", "gfx1100")  # Debian 12's device libraries are older: compiled to assembly, not linked
 
 
 class CompileError(Exception):
@@ -60,7 +61,7 @@ def clang(family: str, defines: dict, arch: str, compiler: str = "clang++-19") -
         f"--offload-arch={arch}",
         "--offload-device-only",
         "--rocm-path=/usr",
-        f"--rocm-device-lib-path={BITCODE}",
+        *(("-nogpulib", "-S") if arch in NO_BITCODE else (f"--rocm-device-lib-path={BITCODE}",)),
     )
     flags += ("-std=c++17", "-O3", "-ffp-contract=off", "-fgpu-flush-denormals-to-zero", "-Wall", "-Wextra", "-Werror")
     flags += (
