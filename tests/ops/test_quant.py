@@ -46,6 +46,7 @@ NOT_FINITE = pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 
 @every_place
 @NOT_FINITE
+@pytest.mark.filterwarnings("ignore:divide by zero")  # as cli.run has it
 @pytest.mark.parametrize("verb", ["quantize_q8_0", "quantize_q8_k"])
 def test_scales_show_what_is_not_finite(place, bad, verb):
     """8-bit integers cannot hold NaN or inf: the scale of their block is not finite, and no other one."""
@@ -65,6 +66,7 @@ def test_scales_show_what_is_not_finite(place, bad, verb):
 
 @every_place
 @NOT_FINITE
+@pytest.mark.filterwarnings("ignore:divide by zero")  # as cli.run has it
 @pytest.mark.parametrize("kind", [T.Q8_0, T.Q2_K, T.IQ3_S, T.F16])
 def test_products_show_what_is_not_finite(place, bad, kind):
     """Few and many tokens, plain and after a norm, which writes the blocks itself where verbs are fused."""
