@@ -280,13 +280,14 @@ SPLITS = {
     "ffn_up_shexp": (0, "shared expert columns"),
     "ffn_down_shexp": (1, "shared expert columns"),
 }
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # only K of their E matrices are read for a token
 EXPERT_SPLITS = {  # --experts
     "tensor": {
         "ffn_gate_exps": (1, "expert columns"),
         "ffn_up_exps": (1, "expert columns"),
         "ffn_down_exps": (2, "expert columns"),
     },
-    "expert": dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), (0, "experts")),
+    "expert": dict.fromkeys(EXPERTS, (0, "experts")),
 }
 
 

@@ -22,7 +22,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        raise NpglmError(f"{message} (see --help)")
+
+
+def options(args) -> dict:
+    """What all ranks must be told alike: the script, and its parsed options but for the model, whose path may differ from host to host."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name != "model"}
+    return {"the script": Path(sys.argv[0]).name} | given
 
 
 def run(main, argv=None, ranks: bool = False) -> int:

@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
 
 from npglm.cache import Cache
-from npglm.checkpoint import DECODABLE, EXPERT_SPLITS, Checkpoint, GgufFile, Tensor, read_gguf, shard_paths
+from npglm.checkpoint import DECODABLE, EXPERT_SPLITS, EXPERTS, Checkpoint, GgufFile, Tensor, read_gguf, shard_paths
 from npglm.config import GlmConfig
 from npglm.errors import NpglmError
 from npglm.parallel import Sharding
@@ -24,7 +24,6 @@ from npglm.tokenizer import Tokenizer
 
 F16_BYTES, F32_BYTES = 2, 4
 FULL = 0.97  # share of a memory that weights and cache may take
-CHOSEN = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}  # only K of their E matrices are read for a token
 
 # What one decoded token reads, in groups of weights.
 GROUPS = {
@@ -32,7 +31,7 @@ GROUPS = {
     "absorbed MLA": ("attn_k_b", "attn_v_b"),
     "indexer": ("indexer_attn_q_b", "indexer_attn_k", "indexer_proj"),
     "dense FFN": ("ffn_gate", "ffn_up", "ffn_down"),
-    "routed experts": tuple(CHOSEN),
+    "routed experts": EXPERTS,
     "shared experts": ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
     "router": ("ffn_gate_inp", "exp_probs_b"),
     "output head": ("output",),
@@ -155,7 +154,7 @@ def per_token(checkpoint: Checkpoint, context: int) -> dict:
     for part in (weights, *weights.layers):
         for attribute, tensor in vars(part).items():
             if isinstance(tensor, Tensor) and attribute != "token_embd":
-                share = config.n_chosen / config.n_experts if attribute in CHOSEN else 1
+                share = config.n_chosen / config.n_experts if attribute in EXPERTS else 1
                 groups[group_of[attribute]] += int(tensor.nbytes * share)
     embd = weights.token_embd
     groups["norms, embedding row"] += embd.nbytes // embd.n_rows
@@ -173,8 +172,8 @@ def placement(checkpoint: Checkpoint, context: int, device: tuple[str, int] | No
     """Bytes that the GPU backend takes, with and without --offload-experts, beside what there is. The cache is f16."""
     weights, config = checkpoint.weights, checkpoint.config
     layers = [(name, t) for layer in weights.layers for name, t in vars(layer).items() if t is not None]
-    experts = sum(t.nbytes for name, t in layers if name in CHOSEN)
-    rest = sum(t.nbytes for name, t in layers if name not in CHOSEN)
+    experts = sum(t.nbytes for name, t in layers if name in EXPERTS)
+    rest = sum(t.nbytes for name, t in layers if name not in EXPERTS)
     rest += sum(t.nbytes for name, t in vars(weights).items() if name != "layers")
     cache = context * Cache.row_bytes(config, F16_BYTES)
     name, memory = device or (None, None)

@@ -6,18 +6,17 @@ if it has room for them. Host memory smaller than the file makes it slow, not fa
 """
 
 from functools import partial
-from math import inf
 from types import SimpleNamespace
 
 import numpy as np
 
 import npglm.cpu
+from npglm.checkpoint import EXPERTS
 from npglm.cpu import entries
 from npglm.cpu.jit import compile_entry
 from npglm.cpu.weights import Layer, Matrix
 from npglm.gpu import moe, weights
 from npglm.gpu.ops import GpuOps
-from npglm.gpu.weights import EXPERTS
 from npglm.trace.probes import NO_PROBE
 
 STREAM_TOKENS = 192  # where moving a layer to the device becomes faster than computing on the host: npglm/gpu/offload_bench.py
@@ -43,14 +42,10 @@ class OffloadOps(GpuOps):
     def load(self, checkpoint, progress=None):
         """npglm.checkpoint.Checkpoint -> its weights; the routed experts are not moved. progress(done, total): bytes moved."""
         loaded = weights.load(checkpoint, self.device, fast=self.rounds, progress=progress, leave=EXPERTS)
-        most = 0
         for there, here in zip(loaded.layers, checkpoint.weights.layers, strict=True):
             if hasattr(here, EXPERTS[0]):
                 self.attach(there, {name: getattr(here, name) for name in EXPERTS})
-                most = max(most, sum(getattr(here, name).nbytes for name in EXPERTS))
         self.compile()
-        if 1.5 * most > self.device.free_bytes()[0]:  # no room for a layer and the arrays of a chunk
-            self.stream_from = inf
         return loaded
 
     def attach(self, layer: SimpleNamespace, tensors: dict) -> None:
@@ -70,7 +65,8 @@ class OffloadOps(GpuOps):
 
 def moe_experts(h, w, experts, mixed, probe=NO_PROBE, *, ops):
     """h [T,D], experts int32 [T,K], mixed (their weights) [T,K] -> [T,D]: the part of moe_ffn after the router."""
-    if len(h) >= ops.stream_from:
+    n_bytes = sum(matrix.data.nbytes for matrix in (getattr(w, name) for name in EXPERTS))
+    if len(h) >= ops.stream_from and 1.5 * n_bytes <= ops.device.free_bytes()[0]:  # a layer and the arrays of a chunk
         moved = {name: ops.weight(getattr(w, name)) for name in EXPERTS}
         return moe.moe_experts(h, SimpleNamespace(**vars(w) | moved), experts, mixed, probe, ops=ops)
     device, routed = ops.device, ops.empty(h.shape, np.float32)  # [T,D]

@@ -8,8 +8,10 @@ up over the ranks, twice a layer. Rank and world come from the Ranks object and 
 
 import atexit
 import contextlib
+import fcntl
 import os
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -33,18 +35,25 @@ LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"), ("PMI
 
 
 class Ranks:
-    """rank of world processes; local_rank of local_world on this host. Every method but path(), adds_norm() and fail() is called by all ranks together."""
+    """rank of world processes; local_rank of local_world on this host, whose first rank is `host`.
+
+    Every method but path(), adds_norm() and fail() is called by all ranks together.
+    """
 
     def __init__(self, mpi, stderr):
         self._mpi, self._comm, self._stderr = mpi, mpi.COMM_WORLD, stderr
         self.rank, self.world = self._comm.rank, self._comm.size
         host = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_world = host.rank, host.size
-        # An int32 on rank 0: who counts it up first says what went wrong.
-        self._failures = mpi.Win.Allocate(4 if self.rank == 0 else 0, comm=self._comm)
-        if self.rank == 0:
-            self._failures.tomemory()[:] = bytes(4)
-        atexit.register(self._failures.Free)
+        self.host = host.bcast(self.rank)
+        # An open file without a name, on each host: who writes the first byte of it says what went wrong.
+        self._failed, name = tempfile.mkstemp(prefix="npglm-") if self.local_rank == 0 else (None, None)
+        name = host.bcast(name)
+        if self.local_rank:
+            self._failed = os.open(name, os.O_RDWR)  # not inherited: flock is between open files
+        host.barrier()
+        if self.local_rank == 0:
+            os.unlink(name)
         self._comm.barrier()
 
     def sum(self, array: np.ndarray) -> np.ndarray:
@@ -69,21 +78,33 @@ class Ranks:
         """The values of all ranks, in their order, on every rank."""
         return self._comm.allgather(value)
 
+    def agree(self, values: dict) -> None:
+        """Raises NpglmError on every rank when the ranks' values differ; it names the first that does."""
+        everyone = self.gather(values)
+        for name in dict.fromkeys(name for one in everyone for name in one):
+            for rank, theirs in enumerate(everyone):
+                if theirs.get(name) != everyone[0].get(name):
+                    both = f"rank 0 has {name} {everyone[0].get(name)}, rank {rank} has {theirs.get(name)}"
+                    raise NpglmError(f"{both}: all ranks take the same")
+
     def barrier(self) -> None:
         self._comm.barrier()
 
     def path(self, path) -> Path:
         """OUT.safetensors -> OUT.rN.safetensors."""
+        if str(path).endswith(("/", "..")) or not Path(path).name or Path(path).is_dir():
+            raise NpglmError(f"{path}: cannot be written: not a regular file")
         path = Path(path)
         return path.with_name(f"{path.stem}.r{self.rank}{path.suffix}")
 
     def fail(self, message: str, status: int) -> None:
-        """End all ranks with this exit status. The first rank that fails prints its message; the others' would be its consequence."""
-        first, one = np.empty(1, np.int32), np.ones(1, np.int32)
-        self._failures.Lock(0)
-        self._failures.Fetch_and_op(one, first, 0, 0, self._mpi.SUM)
-        self._failures.Unlock(0)
-        if first[0]:
+        """End all ranks with this exit status. The first rank of a host that fails prints its message; the others' would be its
+        consequence. Nothing here waits for another rank, which may be anywhere, for ever."""
+        fcntl.flock(self._failed, fcntl.LOCK_EX)
+        first = not os.pread(self._failed, 1, 0)
+        os.pwrite(self._failed, b"!", 0)
+        fcntl.flock(self._failed, fcntl.LOCK_UN)
+        if not first:
             time.sleep(60)  # the first one ends this process
         with contextlib.suppress(OSError):
             print(message, end="\n" if message else "", file=self._stderr, flush=True)
@@ -93,17 +114,38 @@ class Ranks:
 
 
 def started() -> Ranks | None:
-    """The ranks that mpirun started, or None where this process is alone. stdout and stderr of all but rank 0 go nowhere from here on.
+    """The ranks that mpirun started, or None where this process is alone. stdout of all but rank 0 goes nowhere from here on, and
+    stderr too once they know each other.
 
     Raises NpglmError, in one line, where mpi4py does not work or belongs to another MPI than mpirun.
     """
-    launcher = next((names for names in LAUNCHERS if names[0] in os.environ), None)
+    launcher = next((names for names in LAUNCHERS if all(os.environ.get(n, "").isdecimal() for n in names[:2])), None)
     world, rank = (int(os.environ[name]) for name in launcher[:2]) if launcher else (1, 0)
     if world < 2:
         return None
-    stderr = sys.stderr
-    if rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the run
+    nowhere = open(os.devnull, "w") if rank else None  # noqa: SIM115 - for the rest of the run
+    sys.stdout = nowhere or sys.stdout
+    try:
+        ranks = Ranks(_mpi(world, rank, launcher[2]), sys.stderr)
+    except (Exception, KeyboardInterrupt):
+        time.sleep(min(rank, 5))  # mpirun ends this process meanwhile, if a rank below has failed alike and said so
+        atexit.register(_end_all)  # when this rank's message is out
+        raise
+    sys.stderr = nowhere or sys.stderr
+    return ranks
+
+
+def _end_all() -> None:
+    """End the ranks that wait for this one in MPI, which it never reached: Open MPI does it by itself, others are told by PMI-1."""
+    if "PMI_FD" in os.environ:
+        time.sleep(0.3)  # until mpirun has passed the message on
+        with contextlib.suppress(OSError, ValueError):
+            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=2\n")
+            time.sleep(5)
+
+
+def _mpi(world: int, rank: int, maker: str):
+    """mpi4py's MPI, initialized, which sees what mpirun says. Raises NpglmError."""
     start = f"mpirun started {world} ranks, but mpi4py"
     try:
         with warnings.catch_warnings(action="ignore"):  # mpi4py's own, of what the check below says
@@ -114,12 +156,12 @@ def started() -> Ranks | None:
     except (ImportError, RuntimeError) as error:
         raise NpglmError(f"{start} does not work: {str(error).strip().splitlines()[0]} (pip install 'npglm[mpi]')") from None
     vendor = MPI.get_vendor()[0]
-    if (vendor == "Open MPI") != (launcher[2] == "Open MPI"):
-        raise NpglmError(f"{start} uses {vendor}: this mpirun is of {launcher[2]}")
+    if (vendor == "Open MPI") != (maker == "Open MPI"):
+        raise NpglmError(f"{start} uses {vendor}: this mpirun is of {maker}")
     MPI.Init_thread()
     if (MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank) != (world, rank):
         raise NpglmError(f"{start} sees {MPI.COMM_WORLD.size}: its {vendor} is not the one that mpirun is of")
-    return Ranks(MPI, stderr)
+    return MPI
 
 
 # --- what a rank holds ------------------------------------------------------------------------------------------------------
@@ -265,7 +307,7 @@ class RankCheckpoint:
     """One rank's part of a checkpoint, with the same interface; config has the rank's own sizes."""
 
     def __init__(self, whole: Checkpoint, ranks, experts: str):
-        self.whole, self.ranks = whole, ranks
+        self.whole, self.ranks, self.experts = whole, ranks, experts
         self.sharding = Sharding(whole, ranks.world, experts)
         self.config = self.sharding.config(whole.config, ranks.rank)
 
@@ -294,7 +336,7 @@ class RankOps:
     """
 
     def __init__(self, ops, collective, config, sharding: Sharding, rank: int):
-        """collective.sum(array) -> the sum over the ranks, on the op set's device. config: the whole model's."""
+        """collective: sum(array) -> the sum over the ranks, on the op set's device; barrier(); adds_norm, add_norm. config: the whole model's."""
         self.ops, self._collective, self._part = ops, collective, None
         self._vocab, self._rows = config.vocab, slice(*sharding.bounds("output", rank)[1:])
         self._experts = None  # first of the rank's, how many; None: a part of each
@@ -319,6 +361,21 @@ class RankOps:
         other = object.__new__(RankOps)
         other.__dict__ |= vars(self) | {"ops": self.ops.traced()}
         return other
+
+    def embed(self, *args, **options):
+        """A forward pass begins here: the ranks wait for each other on the host, for as long as it takes (a rank may still load, or
+        print to a pipe that nobody reads), and not in a kernel, whose patience has an end (raw_kernels/inbox.hip)."""
+        self._collective.barrier()
+        return self.ops.embed(*args, **options)
+
+    def repeat(self, function):
+        again = self.ops.repeat(function)
+
+        def repeat():
+            self._collective.barrier()  # as in embed(), which a graph does not repeat
+            return again()
+
+        return repeat
 
     def linear(self, x, w):
         y = self.ops.linear(x, w)
@@ -356,6 +413,7 @@ def share(checkpoint: Checkpoint, ops, ranks: Ranks, experts: str) -> tuple[Rank
     backends = set(ranks.gather(ops.backend))  # --backend auto takes what each finds
     if len(backends) > 1:
         raise NpglmError(f"some ranks would run on {' and some on '.join(sorted(backends))}: name one with --backend")
+    ranks.agree({"a model with header": checkpoint.sha256, "bytes of tensors": checkpoint.n_bytes})
     part = RankCheckpoint(checkpoint, ranks, experts)
     collective = ranks
     if ops.backend == "gpu":

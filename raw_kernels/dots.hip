@@ -102,7 +102,7 @@ DEVICE void start_dots(W* ring, Matrix a, Matrix b, int parts, long long matrix,
 // thread's share of it.
 DEVICE void add_dots(float* acc, W* ring, Matrix a, Matrix b, int parts, long long matrix, int row, int n_out, const s8* x,
                      const void* x_d, const short* sums, int pair, int n_pairs, int x_div, float factor) {
-  X in[TOKENS];
+  X in[TOKENS] = {};
   int units = parts * ROWS * STEPS, size = RING_OF(units);
   UNROLL for (int i = 0; i < units; i++) {
     int step = i / (parts * ROWS);

@@ -118,7 +118,8 @@ DEVICE void copy(Stage s, Source from, int k0) {
   }
   UNROLL for (int i0 = 0; i0 < ROWS * W_BYTES / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (W_BYTES / 16), k = i % (W_BYTES / 16) * 16;
-    stage16(s.w + r * W_PITCH + k, from.w + imin(r, from.n_rows - 1) * W_ROW_BYTES + k0 / DEPTH * W_BYTES + k, true);
+    if (ROWS * W_BYTES / 16 % BLOCK == 0 || r < ROWS)
+      stage16(s.w + r * W_PITCH + k, from.w + imin(r, from.n_rows - 1) * W_ROW_BYTES + k0 / DEPTH * W_BYTES + k, true);
   }
 #ifdef IS_Q2_K
   if (THREAD < ROWS) stage16(s.scales + THREAD * 16, from.scales + imin(THREAD, from.n_rows - 1) * (N_IN / 16) + k0 / 16, true);

@@ -3,10 +3,11 @@
 #define EARLY 8  // reads of each thread that are on their way before the inputs are there
 
 KERNEL matvec_f32_f32(const float* w, const float* x, float* y, int n_in, int n_out) {
-  const F4 *row = (const F4*)(w + (long long)BLOCK_X * n_in), *in = (const F4*)(x + (long long)BLOCK_Y * n_in);
+  const F4* row = (const F4*)(w + (long long)BLOCK_X * n_in);
   F4 early[EARLY];
   UNROLL for (int j = 0; j < EARLY; j++) early[j] = row[imin(THREAD + j * N_THREADS, n_in / 4 - 1)];
   wait_for_inputs();
+  const F4* in = (const F4*)(x + (long long)BLOCK_Y * n_in);
   float sum = 0;
   UNROLL for (int j = 0; j < EARLY; j++) {
     int i = THREAD + j * N_THREADS;

@@ -68,12 +68,16 @@ KERNEL AT_MOST(256) sum_rms_norm_blocks_f32(const float* x, const float* plus, f
   float* whole = (float*)memory;  // [n]
   Gain gain = gain_of(weight, n, BLOCK_Y + parts * WARP);
   wait_for_inputs();
-  Others o = {inboxes, calls[BLOCK_Y] + 1, capacity, rank, world};
+  Others o = {inboxes, next_call(calls[BLOCK_Y]), capacity, rank, world};
   for (int i = 256 * BLOCK_Y + 2 * THREAD; THREAD < 128 && i < n; i += 256 * parts) give(o, i / 2, plus[i], plus[i + 1]);
-  for (int first = THREAD; first < n / 2; first += SUMMED_TOGETHER * N_THREADS) sum_up(o, plus, whole, first, n / 2);
+  int polls = polls_of(o);
+  bool lost = false;
+  for (int first = THREAD; first < n / 2; first += SUMMED_TOGETHER * N_THREADS) lost |= sum_up(o, plus, whole, first, n / 2, &polls);
   barrier();
   norm_blocks(x, whole, total, weight, gain, y, q, d, q_k, d_k, sums, n, eps, BLOCK_Y, parts);
   if (THREAD == 0) calls[BLOCK_Y] = o.call;  // which all have read before the barrier
+  barrier();
+  if (lost) calls[BLOCK_Y] = LOST;
 }
 
 // What follows the first products of latent attention. BLOCK_Y < parts: y and its blocks, the norm of x [T,n]. BLOCK_Y == parts:

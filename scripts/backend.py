@@ -90,7 +90,12 @@ def _gpu(args, device: str, ranks):
         raise NpglmError(
             f"--numerics {args.numerics} does not run on the {device} backend; ggml and f32 do, reference runs all"
         )
-    ops = npglm.gpu.op_set(args.numerics or "ggml", device, index=ranks.local_rank if ranks else None)
+    index = None
+    if ranks and device == "gpu":
+        from npglm.gpu.collective import own_gpu
+
+        index = own_gpu(ranks)
+    ops = npglm.gpu.op_set(args.numerics or "ggml", device, index=index)
     if args.offload_experts:
         from npglm.offload import OffloadOps
 

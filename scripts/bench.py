@@ -8,11 +8,13 @@ import os
 import platform
 import resource
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from npglm import cli
+from npglm.checkpoint import shard_paths
 from npglm.errors import NpglmError
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "npglm"
@@ -38,6 +40,24 @@ def parse(argv):
     parser.add_argument("--no-check", action="store_true", help="do not compare logits first")
     parser.add_argument("--json", metavar="OUT", help="write the figures there")
     return parser.parse_args(argv)
+
+
+def check_options(args, ranks) -> None:
+    """Raises NpglmError for options that would do nothing."""
+    if ranks and (args.faults or args.backend != "gpu"):
+        raise NpglmError("several ranks are measured with --backend gpu only")
+    if args.offload_experts and (ranks or args.faults or args.backend != "gpu"):
+        raise NpglmError("--offload-experts goes with --backend gpu, on one rank")
+    if args.kernels and (args.faults or args.backend != "cpu"):
+        raise NpglmError("--kernels goes with --backend cpu")
+    for name, least, most in (
+        ("rounds", 1, 1000), ("decode", 1, 1 << 16), ("layers", 8, 1000), ("prompts", 1, 1 << 31), ("depths", 0, 1 << 31),
+        ("threads", 1, 1024),
+    ):  # fmt: skip
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not least <= value <= most:
+                raise NpglmError(f"--{name}: {value} is outside {least} to {most}")
 
 
 def full_width() -> Path:
@@ -132,54 +152,32 @@ def check(checkpoint, n_threads: int) -> dict:
     return found
 
 
-def kernels(counts: list[int], args) -> int:
-    import npglm.cpu
-    from npglm.cpu import bench
-
+def faults() -> int:
+    """Prints the table; the status says whether the bars were reached."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "trace"))
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from synth import random_blocks
+    from fault_suite import main_faults
 
-    print(f"{platform.processor() or platform.machine()}, tier {npglm.cpu.tier()}")
-    rows, rng = [], np.random.default_rng(1)
-    for n in counts:
-        bandwidth = bench.read_bandwidth(n, args.clock)
-        print(f"read bandwidth, {n} threads: {bandwidth / 1e9:.1f} GB/s", flush=True)
-        rows += bench.measure_kernels(
-            lambda *shape: random_blocks(*shape, rng), n, args.rounds, bandwidth, args.clock, lambda s: print(s, flush=True)
-        )
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
-    return 0
+    return main_faults([])
 
 
-def main(argv=None, ranks=None) -> int:
-    args = parse(argv)
-    if ranks and (args.faults or args.backend != "gpu"):
-        raise NpglmError("several ranks are measured with --backend gpu only")
-    if args.faults:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "trace"))
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-        from fault_suite import main_faults
+def on_gpu(args, ranks) -> dict:
+    from npglm.gpu.bench import SHAPES, bench
 
-        return main_faults([])
-    if args.backend == "gpu":
-        from npglm.gpu.bench import SHAPES, bench
+    if args.shape not in SHAPES:
+        raise NpglmError(f"--shape is {args.shape}, expected {' or '.join(SHAPES)}")
+    if ranks:
+        from npglm.gpu import bench_ranks
 
-        if args.shape not in SHAPES or args.layers < 8:
-            raise NpglmError(f"--shape: {', '.join(SHAPES)}; --layers: 8 or more")
-        if ranks:
-            from npglm.gpu import bench_ranks
+        return bench_ranks.bench(ranks, args.shape, args.layers)
+    if args.offload_experts:
+        from npglm.gpu.offload_bench import offload_bench
 
-            figures = bench_ranks.bench(ranks, args.shape, args.layers)
-        elif args.offload_experts:
-            from npglm.gpu.offload_bench import offload_bench
+        return offload_bench(args.shape, args.layers, args.threads and args.threads[0])
+    return bench(args.shape, args.layers)
 
-            figures = offload_bench(args.shape, args.layers, args.threads and args.threads[0])
-        else:
-            figures = bench(args.shape, args.layers)
-        if args.json and (ranks is None or ranks.rank == 0):
-            Path(args.json).write_text(json.dumps(figures, indent=1))
-        return 0
+
+def on_cpu(args) -> dict:
     import npglm.cpu
 
     if args.tier:
@@ -190,33 +188,57 @@ def main(argv=None, ranks=None) -> int:
     counts = args.threads or sorted({1, cores})
     if args.clock == "cpu" and counts != [1]:
         raise NpglmError("--clock cpu counts all threads' time together: use --threads 1")
-    if args.kernels:
-        return kernels(counts, args)
-    checkpoint = npglm.load(args.model or full_width())
-    print(
-        f"{platform.processor() or platform.machine()}, {cores} cores, tier {npglm.cpu.tier()}, {checkpoint.path.name}",
-        flush=True,
-    )
+    say = lambda text: print(text, flush=True)
+    say(f"{platform.processor() or platform.machine()}, {cores} cores, tier {npglm.cpu.tier()}")
     if os.getloadavg()[0] > 0.5:
         print(
             f"note: the load is {os.getloadavg()[0]:.1f}; others use this machine, so only ratios mean something",
             file=sys.stderr,
         )
-    checked = {} if args.no_check else check(checkpoint, counts[-1])
-    bandwidth, rows = {}, []
+    checked, bandwidth, rows, checkpoint = {}, {}, [], None
+    if not args.kernels:
+        checkpoint = npglm.load(args.model or full_width())
+        longest = max(*args.prompts, *(depth + args.decode for depth in args.depths))
+        if longest > checkpoint.config.context_length:
+            raise NpglmError(
+                f"{checkpoint.path.name}: its context is {checkpoint.config.context_length}, {longest} tokens are asked for"
+            )
+        say(checkpoint.path.name)
+        checked = {} if args.no_check else check(checkpoint, counts[-1])
     for n in counts:
         bandwidth[n] = bench.read_bandwidth(n, args.clock)
-        print(f"read bandwidth, {n} threads: {bandwidth[n] / 1e9:.1f} GB/s", flush=True)
-        rows += bench.measure(
-            checkpoint, n, args.prompts, args.depths, args.rounds, args.decode, args.clock, lambda s: print(s, flush=True)
-        )
-    print("\n" + bench.markdown(rows, bandwidth))
+        say(f"read bandwidth, {n} threads: {bandwidth[n] / 1e9:.1f} GB/s")
+        if args.kernels:
+            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+            from synth import random_blocks
+
+            rng = np.random.default_rng(1)
+            rows += bench.measure_kernels(
+                lambda *shape, rng=rng: random_blocks(*shape, rng), n, args.rounds, bandwidth[n], args.clock, say
+            )
+        else:
+            rows += bench.measure(checkpoint, n, args.prompts, args.depths, args.rounds, args.decode, args.clock, say)
+    if not args.kernels:
+        say("\n" + bench.markdown(rows, bandwidth))
+        rows = [vars(row) for row in rows]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"\npeak memory {peak:.0f} MiB, both engines and the mapped file")
-    if args.json:
-        figures = {"bandwidth": bandwidth, "rows": [vars(r) for r in rows], "logits": checked, "tier": npglm.cpu.tier()}
-        Path(args.json).write_text(json.dumps(figures, indent=1))
-    return 0
+    say(f"\npeak memory {peak:.0f} MiB, both engines and the mapped file")
+    return {"bandwidth": bandwidth, "rows": rows, "logits": checked, "tier": npglm.cpu.tier()}
+
+
+def main(argv=None, ranks=None) -> int:
+    args = parse(argv)
+    check_options(args, ranks)
+    if ranks:
+        ranks.agree(cli.options(args))
+    if args.faults:
+        return faults()
+    writes = args.json and (ranks is None or ranks.rank == 0)
+    with cli.whole_file(args.json, shard_paths(Path(args.model)) if args.model else ()) if writes else nullcontext() as out:
+        figures = on_gpu(args, ranks) if args.backend == "gpu" else on_cpu(args)
+        if out:
+            out.write(json.dumps(figures, indent=1).encode())
+    return 0 if figures.get("same_bits", True) else 1
 
 
 if __name__ == "__main__":

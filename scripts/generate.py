@@ -73,6 +73,8 @@ def emit(text: str) -> None:
 
 def main(argv=None, ranks=None):
     args = parse(argv)
+    if ranks:
+        ranks.agree(cli.options(args))
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     checkpoint = npglm.load(npglm.embedded() if args.model is None else args.model)
     tokenizer = Tokenizer.from_metadata(checkpoint.metadata, checkpoint.path.name)

@@ -48,7 +48,8 @@ def main(argv=None, ranks=None):
     add_arguments(parser, backend="reference")
     add_rank_arguments(parser)
     args = parser.parse_args(argv)
-
+    if ranks:
+        ranks.agree(cli.options(args))
     checkpoint = npglm.load(args.model)
     config = checkpoint.config
     if args.layers and (outside := [i for i in args.layers if i >= config.n_layers]):

@@ -32,7 +32,7 @@ tile_bytes: a tensor larger than this repeats one random chunk of rows (an odd n
 Weights are scaled so that the forward pass stays finite and activations O(1). The router's bias lies around 7, far above the
 sigmoid scores; its spread is about theirs, so that both decide. `random_blocks(type, rows, cols, rng, scale)` makes the encoded
 rows, for every type that gguf.quants decodes; `vocabulary(n_tokens, n_merges)` the tokens; GLM52 is the shape of the real model
-(use fill="sparse").
+(use fill="sparse"), WIDE a small one for its kernels.
 """
 
 import re
@@ -94,6 +94,11 @@ class Shape:
         return (full + full[-1:] * self.n_layers)[: self.n_layers]
 
 
+# A small one that decodes with the kernels that GLM52 decodes with: widths are multiples of 256, attention is split.
+WIDE = Shape(
+    hidden=512, n_layers=3, n_dense=1, full=(True, True, False), n_heads=20, nope=64, q_rank=512, indexer_top_k=72, ffn=512,
+    n_experts=6, n_chosen=2, expert_ffn=256, context=1 << 15,
+)  # fmt: skip
 GLM52 = Shape(
     vocab=154880, hidden=6144, n_layers=78, n_dense=3, full=tuple(i < 3 or (i - 2) % 4 == 0 for i in range(78)), n_heads=64,
     nope=192, rope=64, v_dim=256, q_rank=2048, kv_rank=512, indexer_heads=32, indexer_dim=128, indexer_top_k=2048, ffn=12288,

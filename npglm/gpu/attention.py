@@ -10,6 +10,8 @@ from npglm.gpu.matmul import FEW_TOKENS, Blocks, matvec_grid, round_activations,
 from npglm.trace.probes import NO_PROBE
 
 MAX_SPLITS = 256  # attention_merge_f32
+# Of attention_f16: heads of a block, warps per 16 heads, rows staged at a time. For many tokens, and for few: more blocks.
+MANY_SHAPES, FEW_SHAPES = ((32, 4, 64), (32, 4, 32)), ((16, 8, 64), (16, 4, 32), (16, 4, 16))
 
 
 def queries(h, w, table, config, probe=NO_PROBE, *, ops):
@@ -40,7 +42,11 @@ def latent_start(h, w, table, config, ops):
     fits = ops.fused and len(h) <= FEW_TOKENS and c.q_rank % 256 == 0 and h.flags.c_contiguous
     if not fits or not all(p.fast and p.type == w.attn_q_a.type for p in pair):
         return None
-    return ops.remember(("start", id(w)), h, lambda: _latent_start(h, w, table, c, pair, ops))
+    start = ops.recall(("start",), h)
+    if start is None or start.w is not w or start.table is not table:
+        start = _latent_start(h, w, table, c, pair, ops)
+        ops.remembered[("start",)] = [(h, start)]  # the last one only: each layer makes its own
+    return start
 
 
 def _latent_start(h, w, table, c, pair, ops):
@@ -60,7 +66,7 @@ def _latent_start(h, w, table, c, pair, ops):
     kv = (made[1], w.attn_kv_a_norm, *table, latent, c.kv_rank, c.rope // 2)
     args = (made[0], w.attn_q_a_norm, q_a, *blocks, c.q_rank, *kv, c.rms_eps, parts)
     ops.launch("latent_norms_f32", (len(h), parts + 1), BLOCK, *args)
-    return SimpleNamespace(q_a=q_a, latent=latent, index_k=made[2], proj=made[3])
+    return SimpleNamespace(w=w, table=table, q_a=q_a, latent=latent, index_k=made[2], proj=made[3])
 
 
 def product_and_rope(x, w, table, first: int, heads: int, turned, ops):
@@ -135,11 +141,9 @@ def tile_bytes(width: int, heads: int, group: int, keys: int) -> int:
 
 
 def tile_shape(device, width: int, n_tokens: int, heads: int) -> tuple[int, int, int]:
-    """(heads of a block, warps per 16 heads, rows staged at a time): 32 heads for many tokens, 16 and more blocks for few."""
-    shapes = [(16, 8, 64), (16, 4, 32), (16, 4, 16)]
-    if n_tokens * -(-heads // 64) >= device.n_processors and heads > 16:
-        shapes = [(32, 4, 64), (32, 4, 32), *shapes]
-    for shape in shapes:
+    """The first of MANY_SHAPES, where there is work for all blocks, and FEW_SHAPES that fits the device's shared memory."""
+    many = n_tokens * -(-heads // 64) >= device.n_processors and heads > 16
+    for shape in (*(MANY_SHAPES if many else ()), *FEW_SHAPES):
         if tile_bytes(width, *shape) <= device.max_shared:
             return shape
     raise NotImplementedError(f"attention rows of {width} numbers do not fit the shared memory of {device.name}")

@@ -13,11 +13,15 @@ from npglm.checkpoint import MODEL_TENSORS, Tensor, layer_tensors
 from npglm.describe import per_token
 from npglm.gpu import op_set
 from npglm.gpu.bench import REPLAYS, SHAPES, Random, Timer, cut, kind_of, make_cache
-from npglm.gpu.collective import Collective
+from npglm.gpu.collective import Collective, own_gpu
 from npglm.parallel import RankOps, Sharding
 
 ALONE = 36  # layers that one GPU holds by itself
 CONTEXTS = (0, 4096)
+VERBS = (
+    "rope_table", "embed", "rms_norm", "queries", "store", "latents", "indexer", "attention", "linear_heads", "linear", "add_norm",
+    "dense_ffn", "moe_ffn",
+)  # fmt: skip
 
 
 def outline(config) -> SimpleNamespace:
@@ -38,131 +42,150 @@ def outline(config) -> SimpleNamespace:
 
 
 class Kept:
-    """An op set, some of whose verbs run the first time only and then give the same arrays again: what a step takes without them."""
+    """An op set, some of whose verbs run only before a step is captured; the captured step takes what they made then."""
 
     def __init__(self, ops, verbs=()):
-        self.ops, self.verbs, self.results, self.called, self.at = ops, verbs, [], {}, None
+        self.ops, self.made, self.again = ops, [], None
+        for name in verbs:
+            setattr(self, name, self._kept(getattr(ops, name)))
 
     def __getattr__(self, name):
         value = getattr(self.ops, name)
-        if name == "decode":
-            return value.__func__.__get__(self)
-        if name == "repeat":
-            return self._repeat
-        if not callable(value) or name in (
-            "cache_dtype",
-            "empty",
-            "array",
-            "numpy",
-            "launch",
-            "sample",
-            "remember",
-            "constant",
-        ):
-            return value
-        self.called[name] = True
-        return (
-            (lambda *a, **k: self._keep(value(*a, **k)) if self.at is None else self._next()) if name in self.verbs else value
+        return value.__func__.__get__(self) if name == "decode" else value  # a loop over these verbs
+
+    def _kept(self, verb):
+        def call(*arguments, **options):
+            if self.again:
+                return next(self.again)
+            self.made.append(verb(*arguments, **options))
+            return self.made[-1]
+
+        return call
+
+    def repeat(self, function):
+        def step():
+            self.again = iter(self.made) if self.made else None  # nothing is made yet in the first run
+            return function()
+
+        return self.ops.repeat(step)
+
+
+class Bench:
+    """What the parts of bench() share. config: the whole model's, mine: the rank's."""
+
+    def __init__(self, ranks, shape: str, layers: int, say):
+        self.ranks, self.say, self.whole = ranks, say, SHAPES[shape]
+        self.ops = op_set("ggml", "gpu", index=own_gpu(ranks))
+        self.config, self.timer, self.random = cut(self.whole, layers), Timer(self.ops), Random(self.ops)
+        self.pool = self.ops.device.cupy.get_default_memory_pool()
+        self.n_alone = min(ALONE, layers)
+        self.sharding = Sharding(outline(self.config), ranks.world, "tensor")
+        self.mine = self.sharding.config(self.config, ranks.rank)
+
+    def bandwidths(self) -> list[float]:
+        """GB/s of every rank's GPU."""
+        found = self.ranks.gather(self.timer.copy_gbs())
+        self.pool.free_all_blocks()
+        return found
+
+    def decode(self, ops, config, weights, context: int, replays: int = REPLAYS) -> tuple[float, bytes]:
+        """ms a token, and the last logits."""
+        cache = make_cache(ops, config, context + 2 * replays)
+        decoder = ops.decode(npglm.forward.forward, weights, config, cache)
+        decoder.start(5, context)
+        ms = self.timer.ms(decoder.repeat, replays)
+        logits = ops.numpy(decoder.repeat()[0]).tobytes()
+        del decoder, cache
+        self.pool.free_all_blocks()
+        return ms, logits
+
+    def alone(self) -> dict[int, float]:
+        """context -> ms a token of the first n_alone layers on rank 0 by itself."""
+        found = {}
+        if self.ranks.rank == 0:
+            few = cut(self.whole, self.n_alone)
+            weights = self.random.model(few)
+            found = {context: self.decode(self.ops, few, weights, context)[0] for context in CONTEXTS}
+            del weights
+            self.pool.free_all_blocks()
+        return self.ranks.share(found)
+
+    def weights(self) -> SimpleNamespace:
+        """The rank's part."""
+        weights = self.random.model(self.mine)
+        _, start, stop = self.sharding.bounds("output", self.ranks.rank)
+        weights.output = self.random.weight("output", "q8_0", (stop - start, self.config.hidden))
+        return weights
+
+    def over(self, collective, weights) -> RankOps:
+        ops = RankOps(self.ops, collective, self.config, self.sharding, self.ranks.rank)
+        ops.over(weights)
+        return ops
+
+    def contexts(self, shared, weights, alone: dict[int, float], bandwidths: list[float]) -> dict:
+        """The table of decode by context: against the roofline, without the sums, and against one rank."""
+        n = self.n_alone
+        self.say(f"\ndecode, graph replay, median of {REPLAYS}")
+        self.say(
+            f"{'context':>8} {'ms':>7} {'tok/s':>7} {'roofline':>9} {'of it':>6} {'sums':>6}   "
+            f"{n} layers: one rank, {self.ranks.world} ranks, efficiency"
         )
+        quiet = SimpleNamespace(sum=lambda x: x, adds_norm=lambda y: False, barrier=lambda: None)
+        few, first = cut(self.mine, n), SimpleNamespace(**{**vars(weights), "layers": weights.layers[:n]})
+        figures = {}
+        for context in CONTEXTS:
+            ms, logits = self.decode(shared, self.mine, weights, context)
+            same = len(set(self.ranks.gather(logits))) == 1
+            same &= self.decode(shared, self.mine, weights, context)[1] == logits
+            same = all(self.ranks.gather(same))
+            without = self.decode(self.over(quiet, weights), self.mine, weights, context)[0]
+            part = self.decode(shared, few, first, context)[0]
+            read = per_token(outline(self.config), context)
+            n_bytes = read["weights_total"] + read["latent_kv"] + read["indexer_keys"]
+            roofline = sum(bandwidths) * 1e9 / n_bytes
+            efficiency = alone[context] / (self.ranks.world * part)
+            figures[f"decode @{context}"] = {
+                "ms": ms, "tok_s": 1e3 / ms, "bytes": n_bytes, "roofline_tok_s": roofline, "share": 1e3 / ms / roofline,
+                "sums_share": 1 - without / ms, "ms_at_alone": part, "efficiency": efficiency, "same_bits": same,
+            }  # fmt: skip
+            self.say(
+                f"{context:8} {ms:7.3f} {1e3 / ms:7.1f} {roofline:9.1f} {1e3 / ms / roofline:6.1%} {1 - without / ms:6.1%}   "
+                f"{alone[context]:.3f} ms, {part:.3f} ms, {efficiency:.1%}" + ("" if same else "   BITS DIFFER")
+            )
+        return figures
 
-    def _keep(self, result):
-        self.results.append(result)
-        return result
-
-    def _next(self):
-        self.at += 1
-        return self.results[self.at - 1]
-
-    def _repeat(self, function):
-        def twice():
-            result = function()
-            self.at = 0  # from here on nothing is made again
-            return result
-
-        return self.ops.repeat(twice)
+    def verbs(self, shared, weights) -> dict[str, float]:
+        """The table of what a step saves without each verb."""
+        context, layers, replays = CONTEXTS[-1], self.config.n_layers, 10
+        whole_ms = self.decode(Kept(shared), self.mine, weights, context, replays)[0]
+        self.say(
+            f"\nus of each layer at {context} by verb: what the step saves without it ({whole_ms * 1e3 / layers:.1f} in all)"
+        )
+        figures = {}
+        for verb in VERBS:
+            ms = self.decode(Kept(shared, (verb,)), self.mine, weights, context, replays)[0]
+            saved = figures[f"us_per_layer {verb}"] = (whole_ms - ms) * 1e3 / layers
+            self.say(f"{verb:>14} {saved:7.2f}")
+        return figures
 
 
 def bench(ranks, shape: str = "glm-5.2", layers: int = 78, say=print) -> dict:
-    """Print the tables on rank 0; returns every figure. Called by all ranks together."""
-    ops, whole = op_set("ggml", "gpu", index=ranks.local_rank), SHAPES[shape]
-    config, forward, timer = cut(whole, layers), npglm.forward.forward, Timer(ops)
-    pool = ops.device.cupy.get_default_memory_pool()
-    bandwidths = ranks.gather(timer.copy_gbs())
-    pool.free_all_blocks()
-    say(f"{ranks.world} x {ops.device.name}: copy " + ", ".join(f"{b:.0f}" for b in bandwidths) + " GB/s (read + written)")
+    """Print the tables on rank 0; returns every figure, and same_bits: whether all ranks made the same logits, always. Called by
+    all ranks together."""
+    b = Bench(ranks, shape, layers, say)
+    ops, bandwidths = b.ops, b.bandwidths()
+    say(f"{ranks.world} x {ops.device.name}: copy " + ", ".join(f"{g:.0f}" for g in bandwidths) + " GB/s (read + written)")
     figures = {"device": ops.device.name, "ranks": ranks.world, "layers": layers, "copy_gbs": bandwidths}
-    random = Random(ops)
-
-    def decode(ops, config, weights, context, replays=REPLAYS):
-        """(ms a token, bytes of the last logits)"""
-        cache = make_cache(ops, config, context + 2 * replays)
-        decoder = ops.decode(forward, weights, config, cache)
-        decoder.start(5, context)
-        ms = timer.ms(decoder.repeat, replays)
-        logits = ops.numpy(decoder.repeat()[0]).tobytes()
-        del decoder, cache
-        pool.free_all_blocks()
-        return ms, logits
-
-    collective = Collective(ops, ranks)
-    figures["sum_us"] = sums(ops, collective, config.hidden, timer)
-    say(
-        f"sum of {config.hidden} values over the ranks: " + ", ".join(f"{k} {us:.1f} us" for k, us in figures["sum_us"].items())
-    )
-
-    # one rank alone
-    n_alone, alone = min(ALONE, layers), {}
-    if ranks.rank == 0:
-        few = cut(whole, n_alone)
-        weights = random.model(few)
-        alone = {context: decode(ops, few, weights, context)[0] for context in CONTEXTS}
-        del weights
-        pool.free_all_blocks()
-    alone = figures["alone_ms"] = ranks.share(alone)
-
-    # all ranks
-    sharding = Sharding(outline(config), ranks.world, "tensor")
-    mine = sharding.config(config, ranks.rank)
-    weights = random.model(mine)
-    _, start, stop = sharding.bounds("output", ranks.rank)
-    weights.output = random.weight("output", "q8_0", (stop - start, config.hidden))
-    shared = RankOps(ops, collective, config, sharding, ranks.rank)
-    shared.over(weights)
+    hidden, collective = b.config.hidden, Collective(ops, ranks)
+    figures["sum_us"] = sums(ops, collective, hidden, b.timer)
+    say(f"sum of {hidden} values over the ranks: " + ", ".join(f"{k} {us:.1f} us" for k, us in figures["sum_us"].items()))
+    alone = figures["alone_ms"] = b.alone()
+    weights = b.weights()
+    shared = b.over(collective, weights)
     free, total = ops.device.free_bytes()
     say(f"{layers} layers, {(total - free) / 2**30:.1f} GiB of each GPU's {total / 2**30:.1f} in use")
-    few, first = cut(mine, n_alone), SimpleNamespace(**{**vars(weights), "layers": weights.layers[:n_alone]})
-    say(f"\ndecode, graph replay, median of {REPLAYS}")
-    say(
-        f"{'context':>8} {'ms':>7} {'tok/s':>7} {'roofline':>9} {'of it':>6} {'sums':>6}   {n_alone} layers: one rank, {ranks.world} ranks, efficiency"
-    )
-    for context in CONTEXTS:
-        ms, logits = decode(shared, mine, weights, context)
-        same = len(set(ranks.gather(logits))) == 1 and decode(shared, mine, weights, context)[1] == logits
-        quiet = RankOps(ops, SimpleNamespace(sum=lambda x: x, adds_norm=lambda y: False), config, sharding, ranks.rank)
-        quiet.over(weights)
-        without = decode(quiet, mine, weights, context)[0]
-        part = decode(shared, few, first, context)[0]
-        read = per_token(outline(config), context)
-        n_bytes = read["weights_total"] + read["latent_kv"] + read["indexer_keys"]
-        roofline = sum(bandwidths) * 1e9 / n_bytes
-        efficiency = alone[context] / (ranks.world * part)
-        figures[f"decode @{context}"] = {
-            "ms": ms, "tok_s": 1e3 / ms, "bytes": n_bytes, "roofline_tok_s": roofline, "share": 1e3 / ms / roofline,
-            "sums_share": 1 - without / ms, "ms_at_alone": part, "efficiency": efficiency, "same_bits": same,
-        }  # fmt: skip
-        say(
-            f"{context:8} {ms:7.3f} {1e3 / ms:7.1f} {roofline:9.1f} {1e3 / ms / roofline:6.1%} {1 - without / ms:6.1%}   "
-            f"{alone[context]:.3f} ms, {part:.3f} ms, {efficiency:.1%}" + ("" if all(ranks.gather(same)) else "   BITS DIFFER")
-        )
-    context = CONTEXTS[-1]
-    everything = Kept(shared)
-    whole_ms = decode(everything, mine, weights, context, 10)[0]
-    say(f"\nus of each layer at {context} by verb: what the step saves without it ({whole_ms * 1e3 / layers:.1f} in all)")
-    for verb in everything.called:
-        saved = (whole_ms - decode(Kept(shared, (verb,)), mine, weights, context, 10)[0]) * 1e3 / layers
-        figures[f"us_per_layer {verb}"] = saved
-        say(f"{verb:>14} {saved:7.2f}")
-    return figures
+    decoded = b.contexts(shared, weights, alone, bandwidths)
+    return figures | decoded | {"same_bits": all(d["same_bits"] for d in decoded.values())} | b.verbs(shared, weights)
 
 
 def sums(ops, collective, n: int, timer, times: int = 64) -> dict[str, float]:

@@ -5,10 +5,33 @@ our own kernels between GPUs of one host that can write into each other's memory
 import numpy as np
 
 from npglm.errors import NpglmError
+from npglm.gpu.device import visible
 from npglm.gpu.elementwise import sum_add_norm
 
 BLOCK = 256
 CAPACITY = 1 << 18  # values that an inbox holds of each rank: the logits of a step
+
+
+def own_gpu(ranks) -> int:
+    """Which of the GPUs that this process sees is its own. Raises NpglmError where a host has too few. Called by all ranks together."""
+    try:
+        seen, problem = visible(), None
+    except NpglmError as error:
+        seen, problem = [], error
+    everyone = ranks.gather((ranks.host, seen))
+    if problem:
+        raise problem
+    return choose([ids for host, ids in everyone if host == ranks.host], ranks.local_rank)
+
+
+def choose(seen: list[list[str]], rank: int) -> int:
+    """seen: what visible() gives on each rank of a host -> the index of this rank's GPU: its own one where each sees only that."""
+    if all(len(ids) == 1 for ids in seen) and len({ids[0] for ids in seen}) == len(seen):
+        return 0
+    n = len(seen[rank])
+    if rank >= n:
+        raise NpglmError(f"{rank + 1} or more ranks on a host with {n} GPU{'s' * (n > 1)}: each rank needs its own")
+    return rank
 
 
 class Collective:
@@ -29,7 +52,9 @@ class Collective:
         """Two inboxes on each rank, zeroed and opened by all others: for sum() and for add_norm(). False where GPUs cannot do that."""
         device, ranks = self.ops.device, self.ranks
         runtime = device.cupy.cuda.runtime
-        peers = [i for i in range(ranks.local_world) if i != device.id]
+        ids = visible()
+        others = set(ranks.gather(ids[device.id])) - {ids[device.id]}
+        peers = [ids.index(other) for other in others if other in ids]  # of the rest, opening shows it
         near = (
             not device.hip
             and ranks.local_world == ranks.world
@@ -47,7 +72,7 @@ class Collective:
         try:
             for r in set(range(ranks.world)) - {ranks.rank}:
                 addresses[r] = runtime.ipcOpenMemHandle(handles[r])
-        except runtime.CUDARuntimeError:  # as in some containers
+        except runtime.CUDARuntimeError:  # as in some containers, or because a GPU that is not visible here is not near
             addresses = []
         if not all(ranks.gather(bool(addresses))):
             return False
@@ -61,6 +86,9 @@ class Collective:
         )
         ranks.barrier()
         return True
+
+    def barrier(self) -> None:
+        self.ranks.barrier()
 
     def sum(self, x):
         """The sum of all ranks' arrays f32 of one shape, the same bits on all of them."""

@@ -142,9 +142,6 @@ class Gpu(Device):
     def __init__(self, index: int | None = None):
         self.cupy = cupy = _cupy()
         if index is not None:
-            n = cupy.cuda.runtime.getDeviceCount()
-            if index >= n:
-                raise NpglmError(f"{index + 1} or more ranks on a host with {n} GPU{'s' * (n > 1)}: each rank needs its own")
             cupy.cuda.Device(index).use()
         self.hip = cupy.cuda.runtime.is_hip
         self.id = cupy.cuda.Device().id
@@ -155,7 +152,9 @@ class Gpu(Device):
         self.max_shared = 65536 if self.hip else int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
         self.array_type = cupy.ndarray
         self.kernels: dict = {}
-        self.overlaps = not self.hip and int(cupy.cuda.Device().compute_capability) >= 90
+        self.overlaps = (  # CUDA 12.3: such launches can be captured
+            not self.hip and int(cupy.cuda.Device().compute_capability) >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030
+        )
         self.pieces: list | None = None  # of a step that is being captured
 
     def empty(self, shape, dtype):
@@ -212,7 +211,7 @@ class Gpu(Device):
 
     def fill(self, array, values: np.ndarray) -> None:
         runtime, stream = self.cupy.cuda.runtime, self.cupy.cuda.get_current_stream()
-        values = np.ascontiguousarray(values, array.dtype)
+        self._filling = values = np.ascontiguousarray(values, array.dtype)  # not given back to a pool while it is read
         runtime.memcpyAsync(array.data.ptr, values.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     @cached_property
@@ -320,6 +319,12 @@ def launch_overlapping(function: int, grid, block: int, shared: int, stream: int
 def open_gpu(index: int | None = None) -> Gpu:
     """The GPU that CuPy sees, or its index-th. Raises NpglmError, in one line, where there is none or CuPy does not work."""
     return Gpu(index)
+
+
+def visible() -> list[str]:
+    """PCI bus ids of the GPUs that CuPy sees, which tell those of a host apart. Raises NpglmError where there are none."""
+    runtime = _cupy().cuda.runtime
+    return [runtime.deviceGetPCIBusId(i) for i in range(runtime.getDeviceCount())]
 
 
 def _cupy():

@@ -63,7 +63,8 @@ def indexer(h, q_a, w, cache, table, pos, config, probe=NO_PROBE, *, ops):
     """
     c, p = config, config.rope
     start = latent_start(h, w, table, c, ops)
-    if start and start.proj is not None and w.indexer_attn_q_b.fast and cache.dtype == np.float16:
+    both = start and start.index_k is not None and start.proj is not None
+    if both and w.indexer_attn_q_b.fast and cache.dtype == np.float16:
         return _few_tokens(start, q_a, w, cache, table, pos, c, ops)
     k = ops.layer_norm(ops.linear(h, w.indexer_attn_k), w.indexer_k_norm, w.indexer_k_norm_bias, c.indexer_eps)  # [T,J]
     ops.rope(k[:, :p], table, out=k[:, :p])

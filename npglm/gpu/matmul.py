@@ -163,7 +163,7 @@ def matmul_bytes(variant: dict) -> int:
 
 
 def _matvec(x, w, y, n_pairs: int, n_matrices: int, x_div: int, experts, ops):
-    """The product of few tokens; into an array of its own the result of one token, or of each head, comes with its Q8_0 blocks."""
+    """The product of few tokens; that of each head, into an array of its own, comes with its Q8_0 blocks."""
     one_each = experts is None and (n_matrices > 1 or n_pairs == 1)  # a row of activations per matrix
     if one_each and rounds_itself(x, w, ops):
         grid, variant = matvec_grid(w, ROWS=2, BLOCK=256)

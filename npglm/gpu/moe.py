@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from npglm.gpu.device import LaunchError
 from npglm.gpu.matmul import FEW_TOKENS, UNIT_VALUES, matvec_grid, round_activations
 from npglm.trace.probes import NO_PROBE
 
@@ -167,7 +168,12 @@ def local_experts(experts, first: int, count: int, *, ops):
 def moe_experts(h, w, experts, weights, probe=NO_PROBE, *, ops):
     """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router. An expert of -1 adds 0."""
     if ops.fused:
+        before = ops.device.launches
         shared = ops.dense_ffn(h, shared_expert(w))  # [T,D]: first, as it need not wait for the router
+        # What makes `settled` true below: a kernel of the shared expert stands between the one that writes experts and the routed
+        # gate and up. It waits until experts are complete, and no kernel after it starts before.
+        if ops.device.launches == before:
+            raise LaunchError("moe_experts: the shared expert launches no kernel, so that experts may not be read early")
         gate, up = w.ffn_gate_exps, w.ffn_up_exps
         if _fusible(h, gate, up, ops):
             x = _fused_gate_up(h, gate, up, experts, ops, settled=True)  # [T,K,G]

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as T
 
 import npglm.forward
 from npglm import offload
-from npglm.checkpoint import Tensor
+from npglm.checkpoint import EXPERTS, Tensor
 from npglm.errors import NpglmError
 from npglm.gpu.bench import SHAPES, Random, cut, make_cache
 from npglm.gpu.device import open_gpu
@@ -43,7 +43,7 @@ class WithHostExperts(Random):
             list(pool.map(fill, range(0, n_bytes, noise.size)))
 
     def tensor(self, config, attribute: str, axes: str):
-        if attribute not in offload.EXPERTS:
+        if attribute not in EXPERTS:
             return super().tensor(config, attribute, axes)
         shape = tuple(config.axes[a] for a in axes.split())
         rows, row_bytes = shape[0] * shape[1], shape[2] // VALUES * BLOCK_BYTES
@@ -54,7 +54,7 @@ class WithHostExperts(Random):
     def layer(self, config, i: int) -> SimpleNamespace:
         layer = super().layer(config, i)
         if config.is_moe(i):
-            self.ops.attach(layer, {name: getattr(layer, name) for name in offload.EXPERTS})
+            self.ops.attach(layer, {name: getattr(layer, name) for name in EXPERTS})
         return layer
 
 

@@ -133,7 +133,7 @@ class Decoder:
 
     def __init__(self, forward, weights, config, cache, ops, chooses: dict):
         self.ops, self.cache, self.steps, self.chooses = ops, cache, 0, chooses
-        self._rows, vocab = cache.kv, chooses["vocab"]
+        self._rows, vocab = (cache.kv, cache.index_k), chooses["vocab"]  # kept: the graph knows their addresses
         free = min(cache.length, cache.capacity - 1)  # capturing runs a token in this row: it is written again before it counts
         self.token, self.pos = ops.array([0], np.int32), ops.array([free], np.int32)
         self.step = ops.array([0], np.int64)
@@ -149,7 +149,7 @@ class Decoder:
     @property
     def moved(self) -> bool:
         """Whether the cache's rows are elsewhere now."""
-        return self.cache.kv is not self._rows
+        return self.cache.kv is not self._rows[0]
 
     def start(self, token: int, pos: int, step: int = 0) -> None:
         """The next step runs `token` at `pos`; step: its number for the sampler."""
@@ -160,7 +160,9 @@ class Decoder:
         self.cache.length, self.steps = pos, step
 
     def next(self) -> int:
-        """Run one step and return the id it chose. Raises NpglmError when the cache is full or the logits are not finite."""
+        """Run one step and return the id it chose. Raises NpglmError when the cache is full or has moved, or logits are not finite."""
+        if self.moved:
+            raise NpglmError("the cache has moved since this decoder was made: make a new one")
         if self.cache.length >= self.cache.capacity:
             raise NpglmError(f"context overflow: {self.cache.length + 1} tokens in a cache of {self.cache.capacity}")
         self.logits, chosen = self.repeat()

@@ -7,11 +7,12 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf import quants as gguf_quants
 
+from npglm.checkpoint import EXPERTS
+from npglm.describe import FULL
 from npglm.errors import NpglmError
 from npglm.gpu.device import STAGE_BYTES
 from raw_kernels import DECODED_TYPES, FAST_TYPES
 
-EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 CHUNK_BYTES = STAGE_BYTES  # read from the file and moved at a time
 
 
@@ -146,9 +147,9 @@ def load(checkpoint, device, fast: bool, progress=None, leave: tuple[str, ...] =
     tensors = [weights.token_embd, weights.output, weights.output_norm, *(t for layer in layers for t in layer.values() if t)]
     total = sum(t.nbytes for t in tensors)
     free, _ = device.free_bytes()
-    if total > free * 0.97:
+    if total > free * FULL:
         layer_bytes = [sum(t.nbytes for t in layer.values() if t) for layer in layers]
-        fits, left = 0, free * 0.97 - (total - sum(layer_bytes))
+        fits, left = 0, free * FULL - (total - sum(layer_bytes))
         while fits < len(layers) and left >= layer_bytes[fits]:
             left -= layer_bytes[fits]
             fits += 1

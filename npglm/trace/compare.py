@@ -109,6 +109,7 @@ def compare(checkpoint, recording: Recording, tokens=None, causes: bool = True, 
     tokens: ids to use where the recording has none. causes: search a cause for failing ops. skip: hypotheses left out, by name.
     Raises NpglmError when the two cannot be of one run (other tokens, another model).
     """
+    recording.require_all_ranks()
     return _Comparison(checkpoint, recording, tokens, causes, skip).run()
 
 

@@ -47,7 +47,7 @@ def describe_run(checkpoint, tokens, numerics: str, argv=None) -> dict[str, str]
         "rank": str(ranks.rank if ranks else 0),
         "world": str(ranks.world if ranks else 1),
         "created_by": without_folders(sys.argv if argv is None else argv),
-    }
+    } | ({"experts": checkpoint.experts} if ranks else {})
 
 
 def _header(entries: dict[str, tuple[np.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:

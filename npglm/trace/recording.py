@@ -9,6 +9,12 @@ from npglm.errors import NpglmError
 from npglm.trace.probes import PROBES
 
 COMPANIONS = ("#rows", "#known", "#sum")
+MOST_RANKS = 1 << 16
+# Metadata in which the ranks of a run agree.
+SHARED = {
+    "model_sha256": "another model", "numerics": "other numerics", "world": "another number of ranks", "experts": "another --experts",
+    "engine": "another engine",
+}  # fmt: skip
 # What ranks add up; the last three where they hold whole experts and 0 stands for those of others.
 SUMMED = frozenset(
     {"attn_out", "ffn_out", "ffn_shexp", "ffn_moe_out", "ffn_moe_down", "ffn_moe_gate", "ffn_moe_up", "ffn_moe_swiglu"}
@@ -74,6 +80,7 @@ class Recording:
         if not traces:
             raise NpglmError("no recording")
         self.traces = _ordered(traces)
+        _one_run(traces)
         self.world = len(traces)
         self.metadata = traces[0].metadata
         self.names = list(dict.fromkeys(n for t in traces for n in t if not n.endswith(COMPANIONS)))
@@ -81,7 +88,15 @@ class Recording:
         self.quantum = 0.5 * 10.0 ** -int(self.metadata["decimals"]) if "decimals" in self.metadata else 0.0
 
     def source(self) -> str:
-        return ", ".join(str(getattr(t, "source", None) or t.path.name) for t in self.traces)
+        return ", ".join(map(_name, self.traces))
+
+    def require_all_ranks(self) -> None:
+        """Raises NpglmError, which names a rank that the others speak of and that is not here."""
+        world = self.metadata.get("world", "")
+        here = {_rank(t, i) for i, t in enumerate(self.traces)}
+        missing = set(range(int(world) if world.isdecimal() and int(world) <= MOST_RANKS else 0)) - here
+        if missing:
+            raise NpglmError(f"{self.source()}: rank {min(missing)} of {world} is missing")
 
     @staticmethod
     def _companion(trace, name: str) -> np.ndarray | None:
@@ -185,14 +200,32 @@ def _fit_top_k(choice: Known, shape: tuple[int, ...]) -> Known:
     return replace(choice, values=out)
 
 
-def _ordered(traces: list) -> list:
+def _name(trace) -> str:
+    return str(getattr(trace, "source", None) or trace.path.name)
+
+
+def _rank(trace, index: int) -> int:
     try:
-        ranks = [int(t.metadata.get("rank", i)) for i, t in enumerate(traces)]
+        return int(trace.metadata.get("rank", index))
     except ValueError:
-        raise NpglmError("metadata 'rank' is not a number") from None
-    if len(set(ranks)) != len(ranks):
-        raise NpglmError(f"two recordings say that they are rank {max(ranks, key=ranks.count)}")
+        raise NpglmError(f"{_name(trace)}: metadata 'rank' is not a number") from None
+
+
+def _ordered(traces: list) -> list:
+    ranks = [_rank(t, i) for i, t in enumerate(traces)]
+    for rank in ranks:
+        if ranks.count(rank) > 1:
+            both = [_name(t) for t, r in zip(traces, ranks, strict=True) if r == rank]
+            raise NpglmError(f"{' and '.join(both)} both say that they are rank {rank}")
     return [trace for _, trace in sorted(zip(ranks, traces, strict=True), key=lambda pair: pair[0])]
+
+
+def _one_run(traces: list) -> None:
+    for key, what in SHARED.items():
+        first = next((t for t in traces if key in t.metadata), None)
+        for trace in traces:
+            if key in trace.metadata and trace.metadata[key] != first.metadata[key]:
+                raise NpglmError(f"{_name(trace)} is of {what} than {_name(first)}; they are not one run")
 
 
 def _tokens(traces: list) -> np.ndarray | None:
@@ -205,7 +238,7 @@ def _tokens(traces: list) -> np.ndarray | None:
             except (ValueError, TypeError):
                 raise NpglmError("metadata 'tokens' is not a JSON list of token ids") from None
     if any(ids != found[0] for ids in found):
-        raise NpglmError("the ranks ran different token ids; they are not one run")
+        raise NpglmError(f"{', '.join(map(_name, traces))}: the ranks ran different token ids; they are not one run")
     return np.asarray(found[0], np.int64) if found else None
 
 

@@ -16,6 +16,15 @@ ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests/golden/small.Q2_K.gguf"
 
 
+@pytest.mark.parametrize("options", ["--offload-experts", "--kernels --backend gpu", "--kernels --faults"])
+def test_options_that_would_do_nothing_are_refused(options):
+    command = [sys.executable, str(ROOT / "scripts/bench.py"), *options.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"bench.py: error: {options.split()[0]} goes with --backend")
+    assert run.stderr.count("\n") == 1
+
+
 @pytest.mark.oracle
 def test_bench_compares_with_llama_cpp(tmp_path):
     out = tmp_path / "figures.json"

@@ -1,6 +1,7 @@
 """launch() checks against the typed table, and the scheduler of the emulation."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,8 +87,6 @@ def test_divergence_is_an_error(place, monkeypatch, bad, message):
 
 def test_table_names_every_kernel():
     """Each KERNEL of the sources has its line, and no source includes anything or uses templates."""
-    import re
-
     named = {re.sub("<t>", "", line.split(": ")[1].split("(")[0]) for line in raw_kernels.TABLE.strip().splitlines()}
     for family in raw_kernels.FAMILIES:
         text = raw_kernels.read(family)
@@ -160,15 +159,52 @@ def test_a_broken_cupy_is_one_line(tmp_path, text):
     assert auto.stderr == f"note: no GPU backend: {BROKEN[text]}\n"
 
 
-def test_every_kernel_waits_for_its_inputs():
-    """The rule of preamble.hip: wait_for_inputs() in every thread of every kernel, whichever way it goes."""
-    import re
+WEIGHT_AXES, WEIGHT_NAMES = {("W",), ("W/4",), ("D",), ("n_out", "n_in")}, {"weight", "kv_weight", "bias", "table", "grid"}
 
-    for family in raw_kernels.FAMILIES:
-        for head, body in re.findall(r"^(KERNEL [^{]*)\{\n(.*?)^\}", raw_kernels.read(family), re.MULTILINE | re.DOTALL):
-            before, call, _ = f"\n{body}".partition("\n  wait_for_inputs();\n")
-            assert call, f"{family}.hip: {head} does not wait"
-            assert "return" not in before, f"{family}.hip: {head} may end before it waits"
+
+def faults_of_waiting(family: str, text: str) -> list[str]:
+    """What in a family's source breaks the rule of preamble.hip: before a kernel's wait_for_inputs() only its weights are touched, and
+    `experts` through expert_at() or after a wait of its own. Pointers may be compared with null, and copied."""
+    faults = []
+    for head, body in re.findall(r"^(KERNEL [^{]*)\{\n(.*?)^\}", re.sub("//.*", "", text), re.MULTILINE | re.DOTALL):
+        start, _, parameters = head.rpartition("(")
+        name = re.search(r"(\w+)(?:, TYPE\))?$", start)[1]
+        kernel = next(k for k in raw_kernels.KERNELS.values() if k.family == family and k.name.startswith(name))
+        before, call, _ = f"\n{body}".partition("\n  wait_for_inputs();\n")
+        if not call:
+            faults.append(f"{name} does not wait")
+            continue
+        if "return" in before:
+            faults.append(f"{name} may end before it waits")
+        for parameter, argument in zip(parameters.split(","), kernel.arguments, strict=True):
+            pointer = re.findall(r"\w+", parameter)[-1]
+            if argument.axes is None or argument.axes in WEIGHT_AXES or argument.name in WEIGHT_NAMES:
+                continue
+            early = before.partition(f"if ({pointer}) wait_for_inputs();")[0]
+            early = re.sub(rf"expert_at\(experts,|if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early)
+            if re.search(rf"\b{pointer}\b", early):
+                faults.append(f"{name} touches {pointer} before it waits")
+    return faults
+
+
+@pytest.mark.parametrize("family", raw_kernels.FAMILIES)
+def test_every_kernel_waits_for_its_inputs(family):
+    assert not faults_of_waiting(family, raw_kernels.read(family))
+
+
+@pytest.mark.parametrize(
+    ("early", "fault"),
+    [
+        ("  if (n == 0) return;\n  wait_for_inputs();\n", "scale_f32 may end before it waits"),
+        ("  if (n) wait_for_inputs();\n", "scale_f32 does not wait"),
+        ("  float first = x[THREAD];\n  wait_for_inputs();\n", "scale_f32 touches x before it waits"),
+        ("  *out = 0;\n  wait_for_inputs();\n", "scale_f32 touches out before it waits"),
+        ("  read(x);\n  wait_for_inputs();\n", "scale_f32 touches x before it waits"),
+    ],
+)
+def test_the_rule_of_waiting(early, fault):
+    text = "KERNEL scale_f32(const float* x, float* out, long long n, float factor) {\n" + early + "  out[0] = x[0];\n}\n"
+    assert faults_of_waiting("elementwise", text) == [fault]
 
 
 def test_no_cupy_is_one_line(monkeypatch):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from npglm.gpu.attention import FEW_SHAPES, MANY_SHAPES
 from npglm.gpu.matmul import WHOLE_BLOCKS, matmul_variant, matvec_grid
 from npglm.gpu.moe import DOWN
 from npglm.gpu.weights import type_defines
@@ -24,8 +25,6 @@ MATVECS = (
     ("matvec_ffn", FAST_TYPES, 2048, 6144, DOWN),
 )
 MLA = {"RANK": 512, "ROPE": 64}
-# HEADS, GROUP, KEYS of attention_f16: prefill, decode, 64 KiB of shared memory
-SHAPES = ((32, 4, 64), (16, 8, 64), (16, 4, 16))
 
 
 def variants(types=DECODED_TYPES, max_shared=227 << 10):
@@ -47,7 +46,7 @@ def variants(types=DECODED_TYPES, max_shared=227 << 10):
     yield "indexer", {"DIM": 128}
     yield "indexer_f16", {"DIM": 128, "HEADS": 32}
     yield "attention", MLA
-    for heads, group, keys in SHAPES:
+    for heads, group, keys in MANY_SHAPES + FEW_SHAPES:
         yield "attention_f16", MLA | {"HEADS": heads, "GROUP": group, "KEYS": keys}
 
 
@@ -77,6 +76,7 @@ NO_SPILL = frozenset(
         "topk",
         "sample",
         "matmul",
+        "exchange",
     )
     or k.name in ("attention_f16", "attention_merge_f32", "embed_q8_0")
 )

@@ -76,3 +76,35 @@ def test_indexer(place, numerics, n_tokens, q_rank):
     top_k = Op(place, numerics, traced=True).check("indexer", *args)
     assert top_k.shape == (n_tokens, min(config.indexer_top_k, pos[-1] + 1))
     assert [{i for i in row if i >= 0} for row in fused.tolist()] == [{i for i in row if i >= 0} for row in top_k.tolist()]
+
+
+@every_place
+@pytest.mark.parametrize("other", ["indexer_attn_k", "indexer_proj"])
+def test_an_indexer_of_mixed_types(place, other):
+    """Only one of its first products can share the kernel of attention's."""
+    op, config, pos = Op(place), config_of(512), POS[:1]
+    w, cache, table = weights(config), np.zeros((41, config.indexer_dim), np.float16), op.twin.rope_table(pos, config.rope, 8e6)
+    for kind in (T.F16, T.Q2_K):
+        setattr(w, other, tensor(np.random.default_rng(12), kind, *getattr(w, other).shape))
+        args = (x_of(7, 1, HIDDEN), x_of(8, 1, config.q_rank), w, cache, table, pos, config)
+        fused, composed = op.run("indexer", *args), Op(place, traced=True).run("indexer", *args)
+        assert {i for i in fused[0].tolist() if i >= 0} == {i for i in composed[0].tolist() if i >= 0}
+
+
+@every_place
+def test_latents_of_another_place(place):
+    """The same hidden rows at other positions, or with another layer's weights, are made anew, and one of each is kept."""
+    op, config, h = Op(place), config_of(512), x_of(12, 1, HIDDEN)
+    tables = [tuple(map(op.there, op.twin.rope_table(POS[i : i + 1], config.rope, 8e6))) for i in (0, 5)]
+    there, layers = op.there(h), [op.there(weights(config)) for _ in range(2)]
+    made = [op.ops.numpy(op.ops.latents(there, w, t, config)) for w, t in ((layers[0], t) for t in tables)]
+    fresh = [
+        op.run("latents", h, weights(config), op.twin.rope_table(POS[i : i + 1], config.rope, 8e6), config) for i in (0, 5)
+    ]
+    assert all(np.array_equal(a, b) for a, b in zip(made, fresh, strict=True))
+    assert not np.array_equal(*made)
+    first = op.ops.latents(there, layers[0], tables[0], config)
+    assert op.ops.latents(there, layers[0], tables[0], config) is first
+    assert op.ops.latents(there, layers[1], tables[0], config) is not first
+    starts = [entry for key, entries in op.ops.remembered.items() if key[0] == "start" for entry in entries]
+    assert len(starts) == 1

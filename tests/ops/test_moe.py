@@ -8,6 +8,8 @@ from check import Op, both_numerics, every_place, tensor
 from gguf import GGMLQuantizationType as T
 from test_matmul import experts_of, x_of
 
+from npglm.gpu.device import LaunchError
+
 CONFIG = SimpleNamespace(n_chosen=3, expert_norm=True, expert_scale=2.5)
 
 
@@ -86,10 +88,10 @@ def test_ffn(place, numerics, n_tokens):
 
 
 @every_place
-@pytest.mark.parametrize("n_tokens", [1, 5])
-def test_fused_equals_composed(place, n_tokens):
+@pytest.mark.parametrize(("n_tokens", "d"), [(1, 256), (5, 256), (2, 512)])
+def test_fused_equals_composed(place, n_tokens, d):
     fused, composed = Op(place), Op(place, traced=True)
-    w, h, experts = ffn_weights(), x_of(6, n_tokens, 256), experts_of(n_tokens, 11, 3)
+    w, h, experts = ffn_weights(d=d), x_of(6, n_tokens, d), experts_of(n_tokens, 11, 3)
     for op in (fused, composed):
         op.check("gate_up_swiglu", h, w.ffn_gate, w.ffn_up)
         op.check("moe_gate_up_swiglu", h, w.ffn_gate_exps, w.ffn_up_exps, experts)
@@ -129,3 +131,11 @@ def test_experts_that_are_not_here(place, numerics, traced, n_tokens):
             op.check("moe_experts", h, w, experts, weights)
         made = op.run("linear_experts", h, w.ffn_gate_exps, experts)
         assert not made[experts < 0].any()
+
+
+def test_experts_must_be_settled(monkeypatch):
+    """The routed products read the choice early: a kernel must stand between."""
+    op, w, experts = Op("emulated-32"), ffn_weights(), experts_of(1, 11, 3)
+    monkeypatch.setattr(op.ops, "dense_ffn", lambda h, w: h)
+    with pytest.raises(LaunchError, match="shared expert launches no kernel"):
+        op.run("moe_experts", x_of(6, 1, 256), w, experts, np.abs(x_of(8, 1, 3)))

@@ -1,4 +1,5 @@
-"""Run by mpirun from test_ranks.py: greedy decoding on every rank; each writes its logits [steps,Y] and ids to OUT.rN.npz."""
+"""Run by mpirun from test_ranks.py: greedy decoding on every rank, which proves its shards first; each writes its logits [steps,Y]
+and ids to OUT.rN.npz."""
 
 import sys
 
@@ -6,6 +7,7 @@ import numpy as np
 
 import npglm
 import npglm.cpu
+import npglm.gpu
 from npglm import parallel
 from npglm.cli import run
 from npglm.forward import forward
@@ -22,10 +24,20 @@ def greedy(model, n: int) -> dict:
     return {"logits": np.array(rows), "ids": np.array(ids)}
 
 
+def op_set(place: str, numerics: str, ranks=None):
+    if place == "cpu":
+        return npglm.cpu.op_set(numerics, 1)
+    from npglm.gpu.collective import own_gpu
+
+    return npglm.gpu.op_set(numerics, "gpu", index=own_gpu(ranks) if ranks else None)
+
+
 def main(argv, ranks):
-    path, experts, n, out = argv
-    checkpoint, ops = parallel.share(npglm.load(path), npglm.cpu.op_set("f32", 1), ranks, experts)
-    np.savez(ranks.path(out), **greedy(Model(checkpoint, forward, ops), int(n)))
+    path, experts, place, numerics, n, out = argv
+    checkpoint, ops = parallel.share(npglm.load(path), op_set(place, numerics, ranks), ranks, experts)
+    model = Model(checkpoint, forward, ops)
+    parallel.check_shards(model.weights, checkpoint, ops)
+    np.savez(ranks.path(out), **greedy(model, int(n)))
 
 
 if __name__ == "__main__":

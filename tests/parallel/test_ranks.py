@@ -1,4 +1,4 @@
-"""Several ranks under mpirun on the cpu backend: the same answer as one, the same bits every time, and how they fail."""
+"""Several ranks under mpirun, on the cpu backend and on GPUs where there are several: the same answer as one, the same bits every time, and how they fail."""
 
 import json
 import os
@@ -9,15 +9,18 @@ import sys
 import textwrap
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
-from greedy import PROMPT, greedy
+from greedy import PROMPT, greedy, op_set
 
 import npglm
-import npglm.cpu
+from npglm.errors import NpglmError
 from npglm.forward import forward
 from npglm.generate import Model
+from npglm.gpu.device import visible
+from npglm.parallel import started
 from npglm.trace import metrics
 from npglm.trace.record import read_trace
 from reference.forward import forward as reference_forward
@@ -37,6 +40,16 @@ CASES = [
     ("small", "expert", 2),
     ("small", "expert", 4),
 ]
+try:
+    N_GPUS = len(visible())
+except NpglmError:
+    N_GPUS = 0
+
+
+def on_gpus(n: int, *case):
+    return pytest.param("gpu", *case, marks=pytest.mark.skipif(n > N_GPUS, reason=f"needs a GPU for each of {n} ranks"))
+
+
 THREADS = ("--backend", "cpu", "--threads", "1")
 
 
@@ -58,31 +71,44 @@ def generate(n: int, *arguments, **options):
 
 
 @cache
-def one_rank(model: str):
+def one_rank(place: str, model: str):
     """Greedy decoding by one rank, and the f64 logits along its ids."""
     checkpoint = npglm.load(MODELS[model])
-    found = greedy(Model(checkpoint, forward, npglm.cpu.op_set("f32", 1)), N)
+    found = greedy(Model(checkpoint, forward, op_set(place, "f32")), N)
     reference = Model(checkpoint, reference_forward, ReferenceOps(NUMERICS["f64"]))
     kept = reference.cache(len(PROMPT) + N)
     truth = [reference.run(kept, piece)[0].copy() for piece in (PROMPT, *([i] for i in found["ids"][:-1].tolist()))]
     return found["logits"], found["ids"], truth
 
 
-@pytest.mark.parametrize(("model", "experts", "n"), CASES)
-def test_the_same_answer_as_one_rank(model, experts, n, tmp_path):
+def same_bits(place, model, experts, n, tmp_path, numerics: str = "f32") -> dict:
+    """What greedy.py found, the same on every rank, in both of two runs."""
     runs = []
     for run in ("a", "b"):
-        mpirun(n, ROOT / "tests/parallel/greedy.py", MODELS[model], experts, N, tmp_path / f"{run}.npz")
+        out = tmp_path / f"{run}.npz"
+        mpirun(n, ROOT / "tests/parallel/greedy.py", MODELS[model], experts, place, numerics, N, out)
         runs += [np.load(tmp_path / f"{run}.r{rank}.npz") for rank in range(n)]
-    logits, ids, truths = one_rank(model)
     for run in runs:
-        assert run["logits"].tobytes() == runs[0]["logits"].tobytes()  # of every rank, in both runs
-    assert runs[0]["ids"].tolist() == ids.tolist()
-    for mine, twin, truth in zip(runs[0]["logits"], logits, truths, strict=True):
+        assert run["logits"].tobytes() == runs[0]["logits"].tobytes()
+    return runs[0]
+
+
+@pytest.mark.parametrize(("place", "model", "experts", "n"), [("cpu", *c) for c in CASES] + [on_gpus(c[-1], *c) for c in CASES])
+def test_the_same_answer_as_one_rank(place, model, experts, n, tmp_path):
+    run = same_bits(place, model, experts, n, tmp_path)
+    logits, ids, truths = one_rank(place, model)
+    assert run["ids"].tolist() == ids.tolist()
+    for mine, twin, truth in zip(run["logits"], logits, truths, strict=True):
         metrics.check(mine, twin, truth, what=f"logits of {n} ranks, --experts {experts}")
 
 
-@pytest.mark.parametrize(("backend", "n"), [("cpu", 12), ("reference", 6), ("emulated", 3)])
+@pytest.mark.parametrize(("place", "model", "experts", "n"), [on_gpus(c[-1], *c) for c in CASES])
+def test_ggml_numerics_have_the_same_bits(place, model, experts, n, tmp_path):
+    """Where a sum is left to the norm behind it."""
+    assert np.isfinite(same_bits(place, model, experts, n, tmp_path, "ggml")["logits"]).all()
+
+
+@pytest.mark.parametrize(("backend", "n"), [("cpu", 12), ("reference", 6), ("emulated", 3), on_gpus(2, 12)])
 def test_generate_prints_on_rank_0_what_one_rank_prints(backend, n):
     arguments = ("--tokens", "1,2,3,4,5", "-m", SMALL, "--max-tokens", n, "--numerics", "f32", "--backend", backend)
     alone = subprocess.run(
@@ -148,6 +174,8 @@ def test_a_split_that_cuts_a_block_is_refused():
 def test_what_all_ranks_find_wrong_is_said_once():
     assert "nosuch.gguf: No such file" in one_line(generate(2, "--tokens", "1", "-m", "nosuch.gguf", status=2))
     assert "--nosuch" in one_line(generate(2, "--nosuch", status=2))
+    refused = mpirun(2, ROOT / "scripts/bench.py", "--backend", "gpu", "--offload-experts", status=2)
+    assert "--offload-experts goes with --backend gpu, on one rank" in one_line(refused)
 
 
 def script(tmp_path, body: str) -> Path:
@@ -181,6 +209,36 @@ def test_one_rank_that_fails_ends_all(rank, fault, status, says, tmp_path):
         """
     done = mpirun(2, script(tmp_path, body), status=status)
     assert done.stderr == says if status > 1 else done.stderr.count(says) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_waits_for_no_rank(rank, tmp_path):
+    """The other two are outside MPI, as in a kernel that waits for this one, and do not listen."""
+    body = f"""
+        import os, signal, time
+        from npglm.errors import NpglmError
+        def main(argv, ranks):
+            if ranks.rank == {rank}:
+                raise NpglmError('disk')
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(60)
+        """
+    started = perf_counter()
+    assert mpirun(3, script(tmp_path, body), status=2).stderr == "script.py: error: disk\n"
+    assert perf_counter() - started < 12
+
+
+@pytest.mark.parametrize("broken", ["012", "1"])
+def test_ranks_without_mpi4py_end_all(broken, tmp_path):
+    """All of them, which is said once; or one, for which the others wait in MPI."""
+    body = f"""
+        import os
+        if os.environ["PMI_RANK"] in "{broken}":
+            sys.modules["mpi4py"] = None
+        main = None
+        """
+    says = "mpirun started 3 ranks, but mpi4py does not work: import of mpi4py halted"
+    assert says in one_line(mpirun(3, script(tmp_path, body), status=2))
 
 
 def test_ctrl_c_ends_all():
@@ -250,3 +308,29 @@ def test_another_mpi_than_mpiruns_is_refused(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no such thing')")
     says = started(**by_other, PYTHONPATH=str(tmp_path))
     assert "mpirun started 2 ranks, but mpi4py does not work: no such thing (pip install 'npglm[mpi]')" in says
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (("--max-tokens", "3"), "rank 0 has --max-tokens 2, rank 1 has 3: all ranks take the same"),
+        (("--experts", "expert"), "rank 0 has --experts None, rank 1 has expert: all ranks take the same"),
+        (("--seed", "x"), "argument --seed: invalid int value: 'x' (see --help)"),
+        (("--model", MODELS["small"]), "rank 0 has a model with header "),
+    ],
+)
+def test_ranks_with_other_arguments_are_refused(second, says):
+    first = [str(a) for a in command(1, ROOT / "scripts/generate.py", "--tokens", "1,2,3", "--max-tokens", "2", *THREADS)]
+    both = [*first, ":", *first[1:], *map(str, second)]
+    done = subprocess.run(both, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"generate.py: error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+def test_half_set_launcher_variables_are_ignored(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert started() is None
+    monkeypatch.setenv("PMI_RANK", "x")
+    assert started() is None

@@ -13,6 +13,7 @@ import npglm.cpu
 import npglm.gpu
 from npglm.checkpoint import EXPERT_SPLITS, SPLITS, Tensor, layer_tensors
 from npglm.errors import NpglmError
+from npglm.gpu import collective
 from npglm.parallel import Part, RankCheckpoint, Sharding, check_shards, share
 from reference.ops import ReferenceOps
 
@@ -95,6 +96,68 @@ def test_ranks_on_different_backends_are_refused():
     some = SimpleNamespace(rank=1, world=2, gather=lambda value: ["gpu", value])
     with pytest.raises(NpglmError, match="some ranks would run on gpu and some on reference: name one with --backend"):
         share(npglm.load(npglm.embedded()), ReferenceOps(), some, "tensor")
+
+
+def test_each_rank_has_its_own_device():
+    assert [collective.choose([["a", "b", "c"]] * 2, r) for r in range(2)] == [0, 1]
+    assert [collective.choose([["a"], ["b"]], r) for r in range(2)] == [0, 0]  # a wrapper shows each its own
+    assert collective.choose([["a"], ["a"]], 0) == 0
+    with pytest.raises(NpglmError, match="2 or more ranks on a host with 1 GPU: each rank needs its own"):
+        collective.choose([["a"], ["a"]], 1)
+
+
+def test_devices_of_other_hosts_do_not_count(monkeypatch):
+    monkeypatch.setattr(collective, "visible", lambda: ["b"])
+    ranks = SimpleNamespace(host=1, local_rank=1, gather=lambda value: [(0, ["b"]), (1, ["a"]), value])
+    assert collective.own_gpu(ranks) == 0
+
+
+def test_a_rank_without_devices_leaves_nobody_waiting(monkeypatch):
+    """It takes part in what all ranks call, and raises then."""
+    gathered = []
+
+    def nothing():
+        raise NpglmError("CuPy sees no device")
+
+    monkeypatch.setattr(collective, "visible", nothing)
+    with pytest.raises(NpglmError, match="sees no device"):
+        collective.own_gpu(SimpleNamespace(host=0, local_rank=0, gather=lambda value: gathered.append(value) or gathered))
+    assert gathered == [(0, [])]
+
+
+class NoAccess(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("visible", "near", "opens", "inboxes"),
+    [
+        (["a", "b"], True, True, True),
+        (["a", "b"], False, True, False),
+        (["a"], False, True, True),  # the other is not visible here: opening shows whether it is near
+        (["a"], False, False, False),
+    ],
+)
+def test_inboxes_are_opened_where_devices_are_near(monkeypatch, visible, near, opens, inboxes):
+    def open_handle(handle):
+        if not opens:
+            raise NoAccess
+        return 4096
+
+    runtime = SimpleNamespace(
+        deviceCanAccessPeer=lambda here, there: near, malloc=lambda n: 8192, memset=lambda *args: None, CUDARuntimeError=NoAccess,
+        ipcGetMemHandle=lambda address: b"handle", ipcOpenMemHandle=open_handle,
+    )  # fmt: skip
+    device = SimpleNamespace(
+        hip=False, id=0, cupy=SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), synchronize=lambda: None
+    )
+    two = SimpleNamespace(
+        rank=0, world=2, local_world=2, barrier=lambda: None, gather=lambda value: [value, "b" if value == "a" else value]
+    )
+    monkeypatch.setattr(collective, "visible", lambda: visible)
+    mine = object.__new__(collective.Collective)
+    mine.ops, mine.ranks = SimpleNamespace(device=device, array=np.array), two
+    assert mine._open_inboxes() == inboxes
 
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated", "reference"])

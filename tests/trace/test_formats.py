@@ -14,7 +14,7 @@ from npglm.trace.formats.names import read_names
 from npglm.trace.formats.probe_lines import read_probe_lines
 from npglm.trace.formats.recordings import open_engine
 from npglm.trace.record import write_trace
-from npglm.trace.recording import Recording
+from npglm.trace.recording import SHARED, Recording
 
 
 def test_probe_lines_give_a_trace_per_rank(tmp_path):
@@ -174,16 +174,26 @@ def test_two_ranks_of_other_runs_are_no_engine(tmp_path, golden):
     trace_file(tmp_path / "b.safetensors", golden, rank="1", tokens="[1, 2, 3, 4, 5]")
     with pytest.raises(NpglmError, match="not one run"):
         open_engine([tmp_path])
+    for key, what in SHARED.items():
+        trace_file(tmp_path / "a.safetensors", golden, rank="0", **{key: "2"})
+        trace_file(tmp_path / "b.safetensors", golden, rank="1", **{key: "3"})
+        with pytest.raises(NpglmError, match=rf"^b\.safetensors is of {what} than a\.safetensors; they are not one run$"):
+            open_engine([tmp_path])
     trace_file(tmp_path / "b.safetensors", golden, rank="0")
-    with pytest.raises(NpglmError, match="rank 0"):
+    with pytest.raises(NpglmError, match=r"^a\.safetensors and b\.safetensors both say that they are rank 0$"):
         open_engine([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
 
 
-def test_without_a_model_exactly_two(golden, capsys):
-    with pytest.raises(SystemExit) as error:
+def test_a_missing_rank_is_named(tmp_path, golden, capsys):
+    for rank in "02":
+        trace_file(tmp_path / f"{rank}.safetensors", golden, rank=rank, world="3")
+    assert cli.run(lambda argv: main(["--model", str(golden / "small.Q2_K.gguf"), str(tmp_path)])) == 2
+    assert "0.safetensors, 2.safetensors: rank 1 of 3 is missing" in capsys.readouterr().err
+
+
+def test_without_a_model_exactly_two(golden):
+    with pytest.raises(NpglmError, match="exactly two"):
         main([str(golden / "origin" / "llama.txt")])
-    assert error.value.code == 2
-    assert "exactly two" in capsys.readouterr().err
 
 
 def test_top_k_padding_is_dropped_in_whatever_form():
