@@ -103,6 +103,8 @@ def test_latents_of_another_place(place):
     ]
     assert all(np.array_equal(a, b) for a, b in zip(made, fresh, strict=True))
     assert not np.array_equal(*made)
+    if place == "cpu":  # keeps nothing
+        return
     first = op.ops.latents(there, layers[0], tables[0], config)
     assert op.ops.latents(there, layers[0], tables[0], config) is first
     assert op.ops.latents(there, layers[1], tables[0], config) is not first
