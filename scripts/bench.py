@@ -183,7 +183,9 @@ def on_cpu(args) -> dict:
     if args.tier:
         npglm.cpu.select(args.tier)
     from npglm.cpu import bench, threads
+    from npglm.cpu.llamacpp import require
 
+    require()
     cores = threads.physical_cores()
     counts = args.threads or sorted({1, cores})
     if args.clock == "cpu" and counts != [1]:

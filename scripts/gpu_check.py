@@ -19,7 +19,6 @@ import reference.forward
 from npglm import cli
 from npglm.cache import Cache
 from npglm.checkpoint import Checkpoint
-from npglm.errors import NpglmError
 from npglm.gpu import op_set
 from npglm.gpu.bench import bench
 from npglm.gpu.device import open_gpu, visible
@@ -168,7 +167,8 @@ def sanitizer() -> bool:
     """memcheck and racecheck over cases of every family."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if not tool:
-        raise NpglmError("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+        return False
     pick = "gpu and (" + " or ".join(SANITIZED) + ")"
     good = True
     for check in ("memcheck", "racecheck"):

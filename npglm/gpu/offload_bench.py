@@ -62,6 +62,7 @@ def offload_bench(shape: str = "glm-5.2", layers: int = 11, threads: int | None 
     """Print the table; returns every figure as a dictionary. layers: 3 dense, and 8 or more MoE, whose experts no cache can hold."""
     from npglm.cpu.bench import read_bandwidth
 
+    open_gpu()  # or one line that says why not
     whole, config = SHAPES[shape], cut(SHAPES[shape], layers)
     n_moe, one_layer = layers - config.n_dense, 3 * whole.n_experts * whole.expert_ffn * whole.hidden // VALUES * BLOCK_BYTES
     here = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
