@@ -63,10 +63,14 @@ class OffloadOps(GpuOps):
         compile_entry(entries.moe_experts)
 
 
+def _fits(w, device) -> bool:
+    """Whether the device has room for a layer's experts and the arrays of a chunk."""
+    return 1.5 * sum(getattr(w, name).data.nbytes for name in EXPERTS) <= device.free_bytes()[0]
+
+
 def moe_experts(h, w, experts, mixed, probe=NO_PROBE, *, ops):
     """h [T,D], experts int32 [T,K], mixed (their weights) [T,K] -> [T,D]: the part of moe_ffn after the router."""
-    n_bytes = sum(matrix.data.nbytes for matrix in (getattr(w, name) for name in EXPERTS))
-    if len(h) >= ops.stream_from and 1.5 * n_bytes <= ops.device.free_bytes()[0]:  # a layer and the arrays of a chunk
+    if len(h) >= ops.stream_from and _fits(w, ops.device):
         moved = {name: ops.weight(getattr(w, name)) for name in EXPERTS}
         return moe.moe_experts(h, SimpleNamespace(**vars(w) | moved), experts, mixed, probe, ops=ops)
     device, routed = ops.device, ops.empty(h.shape, np.float32)  # [T,D]

@@ -17,6 +17,8 @@ from npglm import cli
 from npglm.checkpoint import shard_paths
 from npglm.errors import NpglmError
 
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS), str(TESTS / "trace")]  # synth and fault_suite, where they are asked for
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "npglm"
 
 
@@ -64,7 +66,6 @@ def full_width() -> Path:
     """A checkpoint of real widths: 4 layers (1 dense), 32 experts, a vocabulary of 8192. Random blocks, always the same."""
     path = CACHE / "full-width-4x32.gguf"
     if not path.exists():
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
         from synth import GLM52, write_model
 
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -154,8 +155,6 @@ def check(checkpoint, n_threads: int) -> dict:
 
 def faults() -> int:
     """Prints the table; the status says whether the bars were reached."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "trace"))
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from fault_suite import main_faults
 
     return main_faults([])
@@ -211,7 +210,6 @@ def on_cpu(args) -> dict:
         bandwidth[n] = bench.read_bandwidth(n, args.clock)
         say(f"read bandwidth, {n} threads: {bandwidth[n] / 1e9:.1f} GB/s")
         if args.kernels:
-            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
             from synth import random_blocks
 
             rng = np.random.default_rng(1)
