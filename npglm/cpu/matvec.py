@@ -54,66 +54,68 @@ from npglm.cpu.simd import (
     zero_i32x8,
 )
 
-AHEAD = 4096  # bytes between what is read and what is prefetched
+AHEAD = 3072  # bytes between what is read and what is prefetched
 SCRATCH = 1024  # bytes a thread: one row's 256 weights, 16 scales, 16 minima
 
 
 @inner
-def q8_0_row(w, x, n):
-    """One row of Q8_0 with a record -> f32."""
-    acc, d, start = splat_f32x8(np.float32(0)), d_at(x, n), start_at(x, n)
-    for g in range(n // 32):
-        at = w + 34 * g
-        prefetch(at + AHEAD)
-        dots = dot4_kept_i32x8(start_i32x8(start + 32 * g), keep_i8x32(load_i8x32(at + 2)), load_i8x32(x + 32 * g))
-        acc = fma_f32x8(to_f32x8(dots), splat_f32x8(load_f16(at) * load_f32(d + 4 * g)), acc)
-    return sum_f32x8(acc)
-
-
-@inner
-def q8_0_two_rows(w, row_bytes, x, n, y):
-    """Two rows share the activations' loads. Each row is added up as q8_0_row does."""
+def q8_0_two_rows(w, apart, x, n, y, y_apart):
+    """Two rows, the second `apart` bytes after the first, share the activations' loads. -> f32 at y and y + y_apart."""
     acc_0 = acc_1 = splat_f32x8(np.float32(0))
     d, start = d_at(x, n), start_at(x, n)
     for g in range(n // 32):
         at = w + 34 * g
-        prefetch(at + 2 * AHEAD)
-        prefetch(at + row_bytes + 2 * AHEAD)
+        prefetch(at + AHEAD)
+        prefetch(at + apart + AHEAD)
         a, first, scale = load_i8x32(x + 32 * g), start_i32x8(start + 32 * g), load_f32(d + 4 * g)
         dots = dot4_kept_i32x8(first, keep_i8x32(load_i8x32(at + 2)), a)
         acc_0 = fma_f32x8(to_f32x8(dots), splat_f32x8(load_f16(at) * scale), acc_0)
-        at += row_bytes
+        at += apart
         dots = dot4_kept_i32x8(first, keep_i8x32(load_i8x32(at + 2)), a)
         acc_1 = fma_f32x8(to_f32x8(dots), splat_f32x8(load_f16(at) * scale), acc_1)
     store_f32(y, sum_f32x8(acc_0))
-    store_f32(y + 4, sum_f32x8(acc_1))
+    store_f32(y + y_apart, sum_f32x8(acc_1))
 
 
 @inner
-def q2_k_row(w, x, n):
-    """One row of Q2_K with a record -> f32. 64 bytes hold all the quants of a block, four to a byte."""
-    zero, three = splat_i32x16(0), splat_i8x64(3)
-    acc, minima = splat_f32x16(np.float32(0)), splat_f32x8(np.float32(0))
+def q2_k_two_rows(w, apart, x, n, y, y_apart):
+    """As q8_0_two_rows."""
+    acc_0 = acc_1 = splat_f32x16(np.float32(0))
+    minima_0 = minima_1 = splat_f32x8(np.float32(0))
     mixed, d, sums = mixed_at(x, n), d_at(x, n), sums_at(x, n)
     for b in range(n // 256):
-        prefetch(w + AHEAD)
-        prefetch(w + AHEAD + 64)
-        bits, both, a = load_i8x64(w + 16), load_i8x16(w), mixed + 256 * b
-        scales = four_times_i8x16(both & splat_i8x16(15))
-        # A sum of four products fits i16, so dot2 with [scale, 0] multiplies it by its scale.
-        total = dot2_i32x16(zero, as_i16x32(dot4_i32x16(zero, bits & three, load_i8x64(a))), q2_k_scales_0(scales))
-        dots = dot4_i32x16(zero, (bits >> 2) & three, load_i8x64(a + 64))
-        total = dot2_i32x16(total, as_i16x32(dots), q2_k_scales_1(scales))
-        dots = dot4_i32x16(zero, (bits >> 4) & three, load_i8x64(a + 128))
-        total = dot2_i32x16(total, as_i16x32(dots), q2_k_scales_2(scales))
-        dots = dot4_i32x16(zero, (bits >> 6) & three, load_i8x64(a + 192))
-        total = dot2_i32x16(total, as_i16x32(dots), q2_k_scales_3(scales))
-        scale = load_f32(d + 32 * b)
-        acc = fma_f32x16(to_f32x16(total), splat_f32x16(load_f16(w + 80) * scale), acc)
-        least = dot2_i32x8(zero_i32x8(), widen_i8x16(both >> 4), load_i16x16(sums + 32 * b))
-        minima = fma_f32x8(to_f32x8(least), splat_f32x8(load_f16(w + 82) * scale), minima)
+        scale, a = load_f32(d + 32 * b), mixed + 256 * b
+        a_0, a_1, a_2, a_3 = load_i8x64(a), load_i8x64(a + 64), load_i8x64(a + 128), load_i8x64(a + 192)
+        a_sums, v = load_i16x16(sums + 32 * b), w + apart
+        dots = to_f32x16(_q2_k_dots(w, a_0, a_1, a_2, a_3))
+        acc_0 = fma_f32x16(dots, splat_f32x16(load_f16(w + 80) * scale), acc_0)
+        minima_0 = fma_f32x8(to_f32x8(_q2_k_minima(w, a_sums)), splat_f32x8(load_f16(w + 82) * scale), minima_0)
+        dots = to_f32x16(_q2_k_dots(v, a_0, a_1, a_2, a_3))
+        acc_1 = fma_f32x16(dots, splat_f32x16(load_f16(v + 80) * scale), acc_1)
+        minima_1 = fma_f32x8(to_f32x8(_q2_k_minima(v, a_sums)), splat_f32x8(load_f16(v + 82) * scale), minima_1)
         w += 84
-    return sum_f32x16(acc) - sum_f32x8(minima)
+    store_f32(y, sum_f32x16(acc_0) - sum_f32x8(minima_0))
+    store_f32(y + y_apart, sum_f32x16(acc_1) - sum_f32x8(minima_1))
+
+
+@inner
+def _q2_k_dots(w, a_0, a_1, a_2, a_3):
+    """A block's quants with its activations, times their scales. 64 bytes hold all the quants, four to a byte."""
+    prefetch(w + AHEAD)
+    prefetch(w + AHEAD + 64)
+    zero, three = splat_i32x16(0), splat_i8x64(3)
+    bits, scales = load_i8x64(w + 16), four_times_i8x16(load_i8x16(w) & splat_i8x16(15))
+    # A sum of four products fits i16, so dot2 with [scale, 0] multiplies it by its scale.
+    total = dot2_i32x16(zero, as_i16x32(dot4_i32x16(zero, bits & three, a_0)), q2_k_scales_0(scales))
+    total = dot2_i32x16(total, as_i16x32(dot4_i32x16(zero, (bits >> 2) & three, a_1)), q2_k_scales_1(scales))
+    total = dot2_i32x16(total, as_i16x32(dot4_i32x16(zero, (bits >> 4) & three, a_2)), q2_k_scales_2(scales))
+    return dot2_i32x16(total, as_i16x32(dot4_i32x16(zero, (bits >> 6) & three, a_3)), q2_k_scales_3(scales))
+
+
+@inner
+def _q2_k_minima(w, a_sums):
+    """A block's minima, each times the sum of its activations."""
+    return dot2_i32x8(zero_i32x8(), widen_i8x16(load_i8x16(w) >> 4), a_sums)
 
 
 @inner
@@ -218,14 +220,15 @@ def rows(job, first, last, record, y, scratch, exact):
     elif exact:
         for r in range(count):
             store_f32(y + 4 * r, decoded_row(kind, unpack, w + r * row_bytes, chunk_bytes, record, n, scratch))
-    elif kind == Q8_0:
-        for r in range(0, count - 1, 2):
-            q8_0_two_rows(w + r * row_bytes, row_bytes, record, n, y + 4 * r)
-        if count % 2:
-            store_f32(y + 4 * (count - 1), q8_0_row(w + (count - 1) * row_bytes, record, n))
-    elif kind == Q2_K:
-        for r in range(count):
-            store_f32(y + 4 * r, q2_k_row(w + r * row_bytes, record, n))
+    elif kind in (Q8_0, Q2_K):
+        half = count // 2  # a row of each half together: two long streams are read faster than rows in turn
+        for r in range(half + count % 2):
+            row = r if r < half else count - 1  # the last of an odd number goes with itself
+            apart = half if r < half else 0
+            if kind == Q8_0:
+                q8_0_two_rows(w + row * row_bytes, apart * row_bytes, record, n, y + 4 * row, 4 * apart)
+            else:
+                q2_k_two_rows(w + row * row_bytes, apart * row_bytes, record, n, y + 4 * row, 4 * apart)
     else:
         for r in range(count):
             store_f32(y + 4 * r, unpacked_row(kind, unpack, w + r * row_bytes, chunk_bytes, record, n, scratch))

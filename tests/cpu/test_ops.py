@@ -1,5 +1,7 @@
 """Every case of tests/ops on the cpu op set: the cases and the checking loop are theirs, the place is this one."""
 
+import subprocess
+import sys
 import types
 
 import check
@@ -100,3 +102,28 @@ def test_experts_that_nobody_chose_are_not_read():
     experts = experts_of(20, 5, 3)
     w.data[5 * 70 :] = 0xFF  # f16 NaN scales
     op.check("linear_experts", x_of(1, 20, 256), w, experts)
+
+
+AFTER_UNMAPPED_BYTES = """
+import ctypes, mmap
+from types import SimpleNamespace
+import numpy as np
+from gguf import GGMLQuantizationType as T
+from npglm.cpu.ops import CpuOps
+from npglm.cpu.weights import Matrix
+
+size = 1 << 16
+memory = np.frombuffer(mmap.mmap(-1, 4 * size), np.uint8)
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.ctypes.data), size, 0) == 0  # PROT_NONE
+data = memory[size : size + 1024 * 84].reshape(1024, 84)
+w = Matrix(SimpleNamespace(name="w", source="", shape=(2, 512, 256), type=T.Q2_K, data=data))
+for n_tokens in (1, 3):
+    x, experts = np.ones((n_tokens, 256), np.float32), np.full((n_tokens, 2), -1, np.int32)
+    assert not CpuOps("ggml", 2).linear_experts(x, w, experts).any()
+"""
+
+
+def test_an_expert_of_another_rank_is_not_read():
+    """Expert -1 would lie before the matrix, where here is no memory."""
+    done = subprocess.run([sys.executable, "-c", AFTER_UNMAPPED_BYTES], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
