@@ -6,6 +6,7 @@ ggml  llama.cpp's x86 CPU path: activations rounded to ggml's blocks before a qu
 bf16  weights, inputs and every op's output rounded to bf16, f32 accumulation
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,7 @@ class Numerics:
     """acc: dtype of every sum and of the arrays between ops. act: rounding of a matmul's activations, None, "ggml" or "bf16".
 
     weight, out: "bf16" rounds decoded weights, or every op's output. cache: dtype of the cached rows. table: dtype of the rope table.
+    blocks: has the last word on 8-bit blocks, blocks(weight's name, quantiser, x) -> (q, d): npglm/trace/inject.py.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Numerics:
     out: str | None = None
     cache: type = np.float32
     table: type = np.float32
+    blocks: Callable | None = None
 
     def truth(self) -> "Numerics":
         """The same roundings of inputs, with f64 accumulation and an unrounded output: what an op is judged against."""

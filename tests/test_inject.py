@@ -1,5 +1,6 @@
 """Putting another engine's choices into a forward pass."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 
 import npglm
 from npglm.cache import Cache
-from npglm.trace.inject import EXPERTS, TOP_K, ChoosingOps, flips, inject
-from npglm.trace.probes import NoProbe, probe_names
+from npglm.trace.inject import EXPERTS, TOP_K, ChoosingOps, Roundings, flips, inject, product_inputs
+from npglm.trace.probes import NO_PROBE, NoProbe, probe_names
 from reference.forward import forward
-from reference.numerics import F32
+from reference.numerics import F32, GGML
 from reference.ops import ReferenceOps
+from reference.ops.quant import quantize_q8_0
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKENS = np.array([3, 141, 59, 26, 53, 58, 97, 93, 238, 46, 264, 33], np.int32)
@@ -108,3 +110,45 @@ def test_an_invalid_choice_is_no_tie(row):
     assert flip.row == 2
     assert np.isnan(flip.gap)
     assert not flip.gap <= 1e9
+
+
+def test_a_step_moves_only_where_the_numbers_are_near():
+    x = np.zeros((1, 64), np.float32)
+    x[0, [0, 32]], x[0, [1, 33]] = 127, 63.4999
+    theirs = x.copy()
+    theirs[0, 1], theirs[0, 33] = 63.5001, 64.5
+    near = Roundings({"w": theirs}, within=1e-3)
+    q, d = near("w", quantize_q8_0, x)
+    assert q[0, :, :2].tolist() == [[127, 64], [127, 63]]  # theirs, then ours
+    assert d.tolist() == [[1, 1]]
+    assert (near.values, near.moved, near.kept) == (64, 1, 1)
+    assert near.away == pytest.approx(2e-4 / 127, rel=0.05)
+    theirs[0, 1] = np.nan
+    with np.errstate(invalid="ignore"):
+        assert near("w", quantize_q8_0, x)[0][0, 0, 1] == 63
+
+
+def test_with_the_same_steps_sums_in_f64_end_where_sums_in_f32_do():
+    checkpoint, pos = npglm.load(GOLDEN / "small.Q2_K.gguf"), np.arange(len(TOKENS), dtype=np.int32)
+
+    def logits(numerics, probe=NO_PROBE, choose=None):
+        ops = ReferenceOps(numerics)
+        weights = ops.load(checkpoint)
+        ops = ChoosingOps(ops, weights, choose) if choose else ops
+        return forward(weights, checkpoint.config, Cache(checkpoint.config, len(TOKENS), ops), TOKENS, pos, ops, probe)
+
+    def away(x):
+        return np.linalg.norm(x - theirs, axis=-1).max() / np.linalg.norm(theirs, axis=-1).min()
+
+    engine = Keep()
+    theirs = logits(GGML.truth(), engine)
+    inputs = product_inputs(checkpoint.config, checkpoint.weights, engine.seen)
+    choose = lambda kind, layer, scores, ours: engine.seen[f"{kind}-{layer}"]
+    same = Roundings(inputs, within=2e-3)
+    assert away(logits(GGML, choose=choose)) > 1e-3
+    assert away(logits(replace(GGML, blocks=same), choose=choose)) <= 1e-5
+    assert 0 < same.moved < 1e-2 * same.values
+    assert same.kept == 0
+    fault = Roundings(inputs | {"blk.3.attn_output.weight": 1.01 * inputs["blk.3.attn_output.weight"]}, within=2e-3)
+    logits(replace(GGML, blocks=fault), choose=choose)
+    assert fault.kept >= 0.9 * inputs["blk.3.attn_output.weight"].size / 256

@@ -26,6 +26,8 @@ FLOOR = 4 * 2.0**-24
 class Weight:
     """What the ops ask of a tensor, over an array."""
 
+    name = "w"
+
     def __init__(self, array, type=Type.F32):
         self.array, self.type, self.shape = np.asarray(array, np.float32), type, array.shape
         self.flat = self.array.reshape(-1, self.shape[-1])

@@ -57,8 +57,8 @@ class LlamaCpp:
         self.library.llama_memory_seq_rm(self.library.llama_get_memory(self.context), 0, length, -1)
         self.length = length
 
-    def run(self, tokens: list[int], every_row: bool = False) -> np.ndarray:
-        """Logits [1,Y] of the last token, or of all ([T,Y]; then at most `chunk`)."""
+    def run(self, tokens: list[int]) -> np.ndarray:
+        """Logits [1,Y] of the last token."""
         for start in range(0, len(tokens), self.chunk):
             part = tokens[start : start + self.chunk]
             batch = self.library.llama_batch_init(len(part), 0, 1)
@@ -67,15 +67,14 @@ class LlamaCpp:
                 for i, token in enumerate(part):
                     batch.token[i], batch.pos[i] = token, self.length + i
                     batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-                    batch.logits[i] = every_row or start + i == len(tokens) - 1
+                    batch.logits[i] = start + i == len(tokens) - 1
                 if status := self.library.llama_decode(self.context, batch):
                     raise NpglmError(f"llama_decode returned {status}")
             finally:
                 self.library.llama_batch_free(batch)
             self.length += len(part)
-        n_rows = len(tokens) if every_row else 1
         logits = self.library.llama_get_logits(self.context)
-        return np.ctypeslib.as_array(logits, (n_rows, self.vocab)).copy()
+        return np.ctypeslib.as_array(logits, (1, self.vocab)).copy()
 
 
 class _InitParams(ctypes.Structure):

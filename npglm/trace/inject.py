@@ -1,4 +1,4 @@
-"""Discrete choices made by someone else: the same forward pass with another engine's top-k and experts, where the scores allow it.
+"""Discrete choices made by someone else: the same forward pass with another engine's top-k, experts and 8-bit steps, where the scores allow it.
 
 A choice between scores that differ by less than their errors says nothing, and everything after it does. So the other side's
 choice is put in for such a row, and the rest can be judged:
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from npglm.trace.graph import MATMUL, layer_steps, model_steps
 from npglm.trace.probes import NO_PROBE
 
 TOP_K, EXPERTS = "top_k", "ffn_moe_topk"  # the two kinds of choice, by their probes' names
@@ -97,3 +98,45 @@ def inject(ours: np.ndarray, theirs: np.ndarray, tied: list[Flip]) -> np.ndarray
     out = np.array(ours, np.int32)
     out[rows] = theirs[rows]
     return out
+
+
+class Roundings:
+    """Numerics.blocks with another engine's 8-bit blocks, where the two round nearly the same numbers: an ulp there becomes a step.
+
+    inputs: by weight's name, what the engine multiplied it with, f32 (product_inputs). A block goes over to the engine's side if none of
+    its values is further than `within` from ours, in units of the largest one; below 1/254 a value moves by a step at most. moved: 8-bit
+    values that differ in such blocks, of `values`; away: the largest distance in them. kept: blocks that are further apart; ours stay.
+    """
+
+    def __init__(self, inputs: dict[str, np.ndarray], within: float):
+        self.inputs, self.within = inputs, within
+        self.values, self.moved, self.kept, self.away = 0, 0, 0, 0.0
+
+    def __call__(self, name: str, quantize, x: np.ndarray):
+        q, d = quantize(x)  # [..., blocks, width], [..., blocks]
+        theirs = self.inputs[name].reshape(x.shape)
+        their_q, their_d = quantize(theirs)
+        x, theirs = (np.asarray(v, np.float64).reshape(q.shape) for v in (x, theirs))
+        largest = np.maximum(np.abs(x), np.abs(theirs)).max(-1)
+        away = np.abs(x - theirs).max(-1) / np.where(largest > 0, largest, 1)
+        near = away <= self.within
+        self.values += q.size
+        self.moved += int((q != their_q)[near].sum())
+        self.kept += int((~near).sum())
+        self.away = max(self.away, float(away[near].max(initial=0)))
+        return np.where(near[..., None], their_q, q), np.where(near, their_d, d)
+
+
+def product_inputs(config, weights, probes) -> dict[str, np.ndarray]:
+    """What each weight is multiplied with, by its name, from an engine's probes: {probe-layer: array}, as in a trace."""
+    inputs = {}
+    for layer, w in [*enumerate(weights.layers), (None, weights)]:
+        steps = model_steps(config) if layer is None else layer_steps(config, layer)
+        for step in steps.values():
+            if step.kind != MATMUL:
+                continue
+            x = probes[step.inputs[0]]
+            if step.probe == "q_nope_absorbed":
+                x = x.reshape(len(x), config.n_heads, -1)[..., : config.nope]
+            inputs |= {getattr(w, name).name: x for name in step.weights}
+    return inputs

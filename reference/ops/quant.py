@@ -26,13 +26,14 @@ def quantize_q8_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(np.rint(blocks * factor), 127).astype(np.int8), d[..., 0]
 
 
-def round_activations(x: np.ndarray, weight_type: GGMLQuantizationType, num: Numerics) -> np.ndarray:
-    """x [..., n] as a matmul with weights of this type sees it, in num.acc."""
+def round_activations(x: np.ndarray, weight_type: GGMLQuantizationType, num: Numerics, name: str = "") -> np.ndarray:
+    """x [..., n] as a matmul with weights of this type, and this name, sees it, in num.acc."""
     if num.act == "bf16" or (num.act == "ggml" and weight_type == GGMLQuantizationType.BF16):
         x = round_bf16(x)
     elif num.act == "ggml" and weight_type == GGMLQuantizationType.F16:
         x = x.astype(np.float16)
     elif num.act == "ggml" and weight_type != GGMLQuantizationType.F32:
-        q, d = (quantize_q8_k if GGML_QUANT_SIZES[weight_type][0] == 256 else quantize_q8_0)(x)
+        quantize = quantize_q8_k if GGML_QUANT_SIZES[weight_type][0] == 256 else quantize_q8_0
+        q, d = num.blocks(name, quantize, x) if num.blocks else quantize(x)
         return (q * d[..., None].astype(num.acc)).reshape(x.shape)  # round: 8-bit blocks
     return x.astype(num.acc, copy=False)

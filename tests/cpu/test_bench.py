@@ -34,8 +34,12 @@ def test_bench_compares_with_llama_cpp(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "| decode at 20 | 1 |" in run.stdout
     figures = json.loads(out.read_text())
-    assert max(figures["logits"]["f32: cpu against reference"]["relative_l2"]) <= 1e-5
-    assert figures["logits"]["f32: cpu against reference"]["same_argmax"] == 8
+    for what in (
+        "f32: cpu against reference",
+        *(f"ggml: {it} against reference, flips injected" for it in ("cpu", "llama.cpp")),
+    ):
+        assert max(figures["logits"][what]["relative_l2"]) <= 1e-5
+        assert figures["logits"][what]["same_argmax"] == 8
     assert [row["what"] for row in figures["rows"]] == ["decode at 0", "decode at 20", "prefill of 8", "prefill of 40"]
     assert all(len(row["ours"]) == len(row["theirs"]) == 2 for row in figures["rows"])
 
