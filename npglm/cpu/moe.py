@@ -166,8 +166,7 @@ def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
     if n_tokens == 1:
         jobs = take(ws, BYTES * k)
         n_jobs = one_token_jobs(jobs, matrix, n_experts, experts, k, x, 4 * n_in * per_pair, y, 4 * n_out)
-        if n_jobs:
-            run_products(ws, jobs, n_jobs)
+        run_products(ws, jobs, n_jobs)
     else:
         jobs, first = take(ws, BYTES * min(n_experts, n_pairs)), take(ws, 8 * (n_experts + 1))
         place, pair_of = take(ws, 8 * n_pairs), take(ws, 8 * n_pairs)
@@ -177,8 +176,7 @@ def linear_experts(ws, x, per_pair, matrix, n_experts, experts, n_tokens, k, y):
                 store_i64(pair_of + 8 * i, load_i64(pair_of + 8 * i) // k)
         sorted_y = take(ws, 4 * n_pairs * n_out)
         n_jobs = expert_jobs(jobs, matrix, n_experts, first, pair_of, n_pairs if per_pair else n_tokens, x, sorted_y)
-        if n_jobs:
-            run_products(ws, jobs, n_jobs)
+        run_products(ws, jobs, n_jobs)
         for p in range(n_pairs):
             if load_i32(experts + 4 * p) >= 0:
                 row = sorted_y + 4 * n_out * load_i64(place + 8 * p)

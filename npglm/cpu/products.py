@@ -52,7 +52,9 @@ def run_products(ws, jobs, n_jobs):
 
 @kernel
 def products(ws, jobs, n_jobs):
-    """Run the jobs at address `jobs`. Neighbours that read the same X share its records and panels."""
+    """Run the jobs at address `jobs`, if there are any. Neighbours that read the same X share its records and panels."""
+    if n_jobs == 0:
+        return
     at = mark(ws)
     n_kept = n_panels = scratch = n_bytes = 0
     for i in range(n_jobs):

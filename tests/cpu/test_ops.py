@@ -104,6 +104,14 @@ def test_experts_that_nobody_chose_are_not_read():
     op.check("linear_experts", x_of(1, 20, 256), w, experts)
 
 
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_no_expert_is_here_and_no_shared_one(n_tokens):
+    op, w, h = Op("cpu"), test_moe.ffn_weights(), x_of(6, n_tokens, 256)
+    routed = types.SimpleNamespace(**{name: t for name, t in vars(w).items() if "shexp" not in name})
+    experts, weights = experts_of(n_tokens, 11, 3), abs(x_of(8, n_tokens, 3))
+    assert not op.run("moe_experts", h, routed, experts * 0 - 1, weights).any()
+
+
 AFTER_UNMAPPED_BYTES = """
 import ctypes, mmap
 from types import SimpleNamespace
