@@ -181,11 +181,29 @@ def placement(checkpoint: Checkpoint, context: int, device: tuple[str, int] | No
         "context": context,
         "device": name,
         "device_memory": memory,
-        "host_memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "host_memory": host_memory(),
         "device_bytes": rest + experts + cache,
         "offloaded_device_bytes": rest + cache,
         "offloaded_host_bytes": experts,
     }
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Bytes of the host's memory, or what the control groups that this process is in leave of it. root: where sys and proc are."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            folder, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            place = root / "sys/fs/cgroup" / folder
+            for path in (place / group.strip("/"), *(place / group.strip("/")).parents):
+                with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+                    sizes.append(int((path / name).read_text()))
+                if path == place:
+                    break
+    return min(sizes)
 
 
 def shared(checkpoint: Checkpoint, context: int, world: int) -> dict:

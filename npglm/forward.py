@@ -19,15 +19,11 @@ def forward(weights, config, cache, tokens, pos, ops, probe=NO_PROBE, n_out=None
     for i, w in enumerate(weights.layers):
         mark = probe.layer(i)
         mark("attn_norm", h)
-        q_a, q = ops.queries(h, w, table, c, mark)  # [T,Q] [T,H,R+P]
-        ops.store(cache.kv[i], ops.latents(h, w, table, c, mark), pos)  # [T,R+P]
+        q_a, q = ops.projections(h, w, cache.kv[i], table, pos, c, mark)  # [T,Q] [T,H,R+P]
         if c.full[i]:
             top_k = ops.indexer(h, q_a, w, cache.index_k[i], table, pos, c, mark)  # [T,min(top_k,S)]
         mark("top_k", top_k)  # shared layers carry the last one on
-        kqv = ops.attention(q, cache.kv[i], top_k, pos, c.kv_rank, c.attn_scale)  # [T,H,R]
-        mark("kqv", kqv)
-        kqv = ops.linear_heads(kqv, w.attn_v_b).reshape(len(x), -1)  # [T,H*V]
-        mark("kqv_out", kqv)
+        kqv = ops.attend(q, w, cache.kv[i], top_k, pos, c, mark)  # [T,H*V]
         attn = ops.linear(kqv, w.attn_output)  # [T,D]
         mark("attn_out", attn)
         x, h = ops.add_norm(x, attn, w.ffn_norm, c.rms_eps)  # [T,D] [T,D]

@@ -37,7 +37,7 @@ LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"), ("PMI
 class Ranks:
     """rank of world processes; local_rank of local_world on this host, whose first rank is `host`.
 
-    Every method but path(), adds_norm() and fail() is called by all ranks together.
+    Every method but path(), outbox() and fail() is called by all ranks together.
     """
 
     def __init__(self, mpi, stderr):
@@ -66,9 +66,8 @@ class Ranks:
             total += part
         return total
 
-    def adds_norm(self, y) -> bool:
-        """Whether a sum can be left to add_norm(): not on the host. See npglm.gpu.collective."""
-        return False
+    def outbox(self) -> None:
+        """A way by which a product itself gives its part of a sum: not on the host. See npglm.gpu.collective."""
 
     def share(self, value):
         """Rank 0's value (anything that can be pickled), on every rank."""
@@ -332,11 +331,11 @@ class RankOps:
     """An op set over a rank's part of the weights: its own verbs, and the sums over the ranks that make their results whole.
 
     Sums are made of attn_output's product and of the whole FFN: two a layer. Logits are put together once. A sum that add_norm takes
-    next, and that nobody probes, may be left to it (Collective.adds_norm).
+    next, and that nobody probes, may be left to it and to the kernel that makes this rank's part (Collective.outbox).
     """
 
     def __init__(self, ops, collective, config, sharding: Sharding, rank: int):
-        """collective: sum(array) -> the sum over the ranks, on the op set's device; barrier(); adds_norm, add_norm. config: the whole model's."""
+        """collective: sum(array) -> the sum over the ranks, on the op set's device; barrier(); outbox, add_norm. config: the whole model's."""
         self.ops, self._collective, self._part = ops, collective, None
         self._vocab, self._rows = config.vocab, slice(*sharding.bounds("output", rank)[1:])
         self._experts = None  # first of the rank's, how many; None: a part of each
@@ -378,33 +377,40 @@ class RankOps:
         return repeat
 
     def linear(self, x, w):
+        if id(w) in self._partial:
+            return self._sum(self.ops.linear, x, w)
         y = self.ops.linear(x, w)
         if w is self._output:
             logits = self.ops.empty((len(y), self._vocab), y.dtype)
             logits[...] = 0
             logits[:, self._rows] = y
             return self._collective.sum(logits)
-        return self._sum(y) if id(w) in self._partial else y
+        return y
 
     def dense_ffn(self, h, w, probe=NO_PROBE):
-        return self._sum(self.ops.dense_ffn(h, w, probe))
+        return self._sum(self.ops.dense_ffn, h, w, probe)
 
     def moe_ffn(self, h, w, config, probe=NO_PROBE):
         if self._experts is None:
-            return self._sum(self.ops.moe_ffn(h, w, config, probe))
+            return self._sum(self.ops.moe_ffn, h, w, config, probe)
         experts, weights = self.ops.route(h, w, config, probe)
-        return self._sum(self.ops.moe_experts(h, w, self.ops.local_experts(experts, *self._experts), weights, probe))
+        return self._sum(self.ops.moe_experts, h, w, self.ops.local_experts(experts, *self._experts), weights, probe)
 
-    def _sum(self, y):
-        if self._collective.adds_norm(y) and self.ops.fused:
-            self._part = y
-            return y
-        return self._collective.sum(y)
+    def _sum(self, verb, *arguments):
+        """The sum over the ranks of what a verb makes; where the verb sends it out itself, its own part, for add_norm."""
+        outbox = self._collective.outbox()
+        if outbox is None or not self.ops.fused:
+            return self._collective.sum(verb(*arguments))
+        y = verb(*arguments, to=outbox)
+        if not outbox.sent:
+            return self._collective.sum(y)
+        self._part = y
+        return y
 
     def add_norm(self, x, y, weight, eps: float):
         if y is self._part:
             self._part = None
-            return self._collective.add_norm(x, y, weight, eps)
+            return self._collective.add_norm(x, weight, eps)
         return self.ops.add_norm(x, y, weight, eps)
 
 

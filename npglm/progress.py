@@ -49,7 +49,7 @@ class LoadProgress:
         if self._task is None:
             self._task = self._bar.add_task(self._label, total=total)
             self._bar.start()
-        self._bar.update(self._task, completed=done)
+        self._bar.update(self._task, completed=done, total=total)
 
 
 class _Watched:

@@ -2,7 +2,6 @@
 // q f32 [T, H, WIDTH], cache [capacity, WIDTH], top_k int32 [T, n] (entries < 0 or > pos are padding; no other row is read).
 
 #define WIDTH (RANK + ROPE)
-#define MINUS_INFINITY as_f32(0xff800000u)
 
 // f32 cache: one block of 128 threads per token and head, one key a thread, a running softmax.
 KERNEL attention_f32(const float* q, const float* cache, const int* top_k, const int* pos, float* out, int heads, int n,
@@ -43,50 +42,18 @@ KERNEL attention_f32(const float* q, const float* cache, const int* top_k, const
     if (i * 128 + THREAD < RANK) out[((long long)t * heads + head) * RANK + i * 128 + THREAD] = acc[i] / sum;
 }
 
-// The splits of one token and head put together, and where q is given the result's Q8_0 blocks. Parts without rows have
-// sum 0 and are zero. One value a thread.
-#define MAX_SPLITS 256
-#define AHEAD 32  // parts on their way at once
-
-DEVICE void load_parts(const float* part, long long stride, int s0, int splits, float* value) {
-  UNROLL for (int i = 0; i < AHEAD; i++) value[i] = part[imin(s0 + i, splits - 1) * stride];
-}
-
+// The splits of one token and head put together, and where q is given the result's Q8_0 blocks. One value a thread.
 KERNEL attention_merge_f32(const float* part, const float* part_ml, float* out, s8* q, u16* d, int heads, int splits) {
   SHARED float weight[MAX_SPLITS];
   int head = BLOCK_X, t = BLOCK_Y, r = BLOCK_Z * N_THREADS + THREAD;
   wait_for_inputs();
   long long first = (long long)t * splits * heads + head, stride = (long long)heads * RANK;  // split s is at first + s * heads
   part += first * RANK + imin(r, RANK - 1);
-  part_ml += first * 2;
-  float value[AHEAD], most[MAX_SPLITS / LANES], sums[MAX_SPLITS / LANES];  // each warp has the weights of all splits
-  UNROLL for (int i = 0; i < MAX_SPLITS / LANES; i++) {
-    int s = LANE + i * LANES;
-    F2 ml = {MINUS_INFINITY, 0};
-    if (s < splits) ml = ((const F2*)part_ml)[s * heads];
-    most[i] = ml.x, sums[i] = ml.y;
-  }
+  float value[AHEAD];
   load_parts(part, stride, 0, splits, value);
-  float largest = MINUS_INFINITY, sum = 0;
-  UNROLL for (int i = 0; i < MAX_SPLITS / LANES; i++)
-    if (sums[i] != 0.0f) largest = fmaxf(largest, most[i]);
-  largest = lane_max(largest, LANES);
-  UNROLL for (int i = 0; i < MAX_SPLITS / LANES; i++) {
-    float w = sums[i] != 0.0f ? expf(most[i] - largest) : 0.0f;
-    if (WARP == 0) weight[LANE + i * LANES] = w;
-    sum += w * sums[i];
-  }
-  sum = lane_sum(sum, LANES);
+  float sum = split_weights(part_ml + first * 2, heads, splits, weight);
   barrier();
-  float total = 0;
-  for (int s0 = 0;;) {
-    UNROLL for (int i = 0; i < AHEAD; i++)
-      if (s0 + i < splits) total = fmaf(value[i], weight[s0 + i], total);
-    s0 += AHEAD;
-    if (s0 >= splits) break;
-    load_parts(part, stride, s0, splits, value);
-  }
-  total /= sum;
+  float total = merged(value, part, stride, splits, weight) / sum;
   u16 scale;
   int byte = q8_0_of(total, &scale);
   if (r >= RANK) return;

@@ -8,7 +8,7 @@
 // rows; while one chunk is multiplied the next one is on its way. GROUP warps share 16 heads: each takes a part of the depth of
 // the scores, for which it keeps q in registers, and a part of the values. q and the weights are split into two f16 numbers
 // each, so that products are as exact as f32's. splits > 1: unnormalised sums in part, (largest score, sum of weights) in
-// part_ml.
+// part_ml. settled: the kernel before this one has not written cache, top_k or pos, so that the first rows are on their way before it ends.
 #define PADDED ((WIDTH + 15) / 16 * 16)
 #define PITCH (PADDED + 8)  // f16 numbers of a staged row
 #define P_PITCH (KEYS + 8)
@@ -29,11 +29,12 @@
 #define ROW_PIECES ((PADDED + 63) / 64)
 #define PIECES (PASSES * ROW_PIECES)
 
-// The entries from top_k[k0] on, a lane's are number LANE, LANE + LANES, ...
+// The entries from top_k[k0] on, a lane's are number LANE, LANE + LANES, ... Read early they must come from memory: a first-level
+// cache may hold what was there before.
 DEVICE void load_entries(const int* top_k, int k0, int n, int* row) {
   UNROLL for (int j = 0; j < KEYS_PER_LANE; j++) {
     int k = LANE + j * LANES;
-    row[j] = k < KEYS && k0 + k < n ? top_k[k0 + k] : -1;
+    row[j] = k < KEYS && k0 + k < n ? ((const volatile int*)top_k)[k0 + k] : -1;
   }
 }
 // Goes on from the loaded entries at k0 to the first chunk that is not all padding, whose padding becomes -1. Returns where it
@@ -73,12 +74,12 @@ DEVICE void stage_piece(int piece, Gather g, u16* staged) {
   stage16(staged + r * PITCH + k, g.from[pass] + first, g.chosen[pass] && k < WIDTH);
 #else
   UNROLL for (int i = 0; i < 8; i++)
-    staged[r * PITCH + k + i] = g.chosen[pass] && k + i < WIDTH ? g.from[pass][first + i] : (u16)0;
+    staged[r * PITCH + k + i] = g.chosen[pass] && k + i < WIDTH ? ((const volatile u16*)g.from[pass])[first + i] : (u16)0;
 #endif
 }
 
 KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const int* top_k, const int* pos, float* out, float* part,
-                                      float* part_ml, int heads, int n, int splits, float scale) {
+                                      float* part_ml, int heads, int n, int splits, float scale, int settled) {
   DYNAMIC_SHARED(memory);
   u16* rows = (u16*)memory;              // [2][KEYS, PITCH]
   u16* q_high = rows + KEYS * PITCH;     // [HEADS, PITCH] before the second chunk comes
@@ -91,11 +92,19 @@ KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const in
   float* bias = q_scale + HEADS;                     // [KEYS] 0, or -inf for padding
   int t = BLOCK_Y, head0 = BLOCK_Z * HEADS, group = WARP / GROUP, member = WARP % GROUP, step = splits * KEYS;
   int my_head = WARP * MY_HEADS + LANE / HEAD_LANES, my_key = LANE % HEAD_LANES;
-  wait_for_inputs();
+  if (!settled) wait_for_inputs();
   top_k += (long long)t * n;
 
-  int here = BLOCK_X * KEYS, next, row[KEYS_PER_LANE], next_row[KEYS_PER_LANE], last = pos[t];
+  int here = BLOCK_X * KEYS, next, row[KEYS_PER_LANE], next_row[KEYS_PER_LANE], last = ((const volatile int*)pos)[t];
   load_entries(top_k, here, n, row);
+  here = find_rows(top_k, here, step, n, last, row);
+  if (here < n) {
+    Gather g = gather_rows(cache, row);
+    UNROLL for (int piece = 0; piece < PIECES; piece++) stage_piece(piece, g, rows);
+  }
+  next = here + step;
+  load_entries(top_k, next, n, next_row);
+  wait_for_inputs();
   F2 mine[MY_HEADS * Q_PAIRS];
   UNROLL for (int i = 0; i < MY_HEADS; i++) UNROLL for (int j = 0; j < Q_PAIRS; j++) {
     int head = head0 + WARP * MY_HEADS + i, k = 2 * (LANE + j * LANES);
@@ -109,13 +118,6 @@ KERNEL BOUNDS(BLOCK, 1) attention_f16(const float* q, const u16* cache, const in
 #endif
     mine[i * Q_PAIRS + j] = pair;
   }
-  here = find_rows(top_k, here, step, n, last, row);
-  if (here < n) {
-    Gather g = gather_rows(cache, row);
-    UNROLL for (int piece = 0; piece < PIECES; piece++) stage_piece(piece, g, rows);
-  }
-  next = here + step;
-  load_entries(top_k, next, n, next_row);
   UNROLL for (int i = 0; i < MY_HEADS; i++) {  // times a power of two that makes the largest one 2^14 and more
     F2* x = mine + i * Q_PAIRS;
     float most = 0;

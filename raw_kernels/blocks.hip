@@ -21,6 +21,17 @@ DEVICE int q8_0_of(float x, u16* d) {
   return (int)rintf(x * (largest != 0.0f ? 127.0f / largest : 0.0f));
 }
 
+// The blocks Q8_0 of n values, a multiple of 32, which are in shared memory. All threads of the block call it.
+DEVICE void store_made(const float* made, int n, s8* q, u16* d) {
+  for (int i0 = 0; i0 < n; i0 += N_THREADS) {
+    int i = i0 + THREAD;
+    u16 scale;
+    int value = q8_0_of(i < n ? made[i] : 0.0f, &scale);
+    if (i < n) q[i] = (s8)value;
+    if (i < n && i % 32 == 0) d[i / 32] = scale;
+  }
+}
+
 // A warp holds 256 values, lane l the PER_LANE ones from l * PER_LANE on. All lanes call these.
 #define PER_LANE (256 / LANES)
 
@@ -47,13 +58,16 @@ DEVICE float q8_k_factor(const float* x, float* d) {
   *d = largest != 0.0f ? 1.0f / factor : 0.0f;
   return factor;
 }
-// q (256), d, sums of each 16 values (16).
+// Where value i of a block, i % 4 == 0, lies in q: the 16 values that bits 2j of a quarter p of 2-bit weights go with (dots.hip) are
+// number 4 * j + p, so that neighbouring threads read neighbouring ones.
+DEVICE int q8_k_place(int i) { return (i >> 5 & 3) * 64 + (i >> 7) * 32 + (i & 31); }
+// q (256, as said), d, sums of each 16 values (16).
 DEVICE void store_q8_k(const float* x, s8* q, float* d, short* sums) {
   float scale, factor = q8_k_factor(x, &scale);
   int sum = 0;
   UNROLL for (int j = 0; j < PER_LANE; j += 4) {
     u32 packed = pack4(x + j, factor);
-    *(u32*)(q + LANE * PER_LANE + j) = packed;
+    *(u32*)(q + q8_k_place(LANE * PER_LANE + j)) = packed;
     sum = dot4((int)packed, 0x01010101, sum);
   }
   sum = lane_sum_int(sum, 16 / PER_LANE);

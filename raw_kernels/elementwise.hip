@@ -69,17 +69,12 @@ KERNEL rope_f32(const float* x, const float* cosine, const float* sine, float* y
   y[row * y_stride + 2 * k + 1] = even * sine[angle] + odd * cosine[angle];
 }
 
-// The indexer's key of each token: LayerNorm, its first 2 * n_pairs values turned in pairs, into cache[pos[t]]. One block per
-// token, at least one thread per value.
+// The indexer's keys (cache_rows.hip) of x [T,n], into cache[pos[t]]. One block per token.
 KERNEL index_key_f16(const float* x, const float* weight, const float* bias, const float* cosine, const float* sine, const int* pos,
                      u16* cache, int n, int n_pairs, float eps) {
   wait_for_inputs();
-  int t = BLOCK_X, i = THREAD, at = i < n ? i : 0, pair = i < 2 * n_pairs ? t * n_pairs + i / 2 : 0;
-  float value = x[t * n + at], mean = block_sum(i < n ? value : 0.0f) / (float)n, centred = i < n ? value - mean : 0.0f;
-  float y = centred / sqrtf(block_sum(centred * centred) / (float)n + eps) * weight[at] + bias[at];
-  float other = lane_read_f32(y, LANE ^ 1), c = cosine[pair], s = sine[pair];
-  if (i < 2 * n_pairs) y = i & 1 ? other * s + y * c : y * c - other * s;
-  if (i < n) cache[(long long)pos[t] * n + i] = f32_to_f16(y);  // round: f16
+  int t = BLOCK_X;
+  put_index_key(x + t * n, weight, bias, cosine + t * n_pairs, sine + t * n_pairs, cache + (long long)pos[t] * n, n, n_pairs, eps);
 }
 
 // cache[pos[t]] = rows[t]

@@ -1,10 +1,10 @@
-// Inboxes: memory of a rank that the other ranks of its host write into (npglm/gpu/collective.py makes them).
+// Inboxes: memory of a rank that all ranks of its host write into (npglm/gpu/collective.py makes them).
 //
-// An inbox is I4 [2][world][capacity / 2], zeroed at the start: two values of a rank, each with the number of the call. A value
-// has arrived when the number beside it is this call's: no other signal is needed. Calls use the two halves in turn. The half of
-// the last but one call is free: who has got a rank's values of the last call knows that its kernel had begun, so the one before
-// had ended. Every block of threads counts the calls itself, the same number on every rank. In the order of ranks: the same
-// bits on all of them.
+// An inbox is u64 [2][world][capacity], zeroed at the start: each value of a rank with the number of the call above it. A value has
+// arrived when that number is this call's: no other signal is needed. Calls use the two halves in turn. The half of the last but one
+// call is free: who has got a rank's values of the last call knows that the kernel that gave them had begun, so the one that took the
+// call's before had ended. Every block of threads that takes values counts the calls, the same number on every rank. In the order of
+// ranks: the same bits on all of them.
 //
 // A rank that is gone writes nothing. Who has looked MAX_POLLS times (about a minute) takes NaN for what is missing, which the next
 // sampling turns into an error, and its block of threads does not wait again: its number of calls is LOST from then on.
@@ -15,52 +15,70 @@
 #define LOST -1
 #define NAN_BITS 0x7fffffff
 
-typedef struct { const u64* inboxes; int call, capacity, rank, world; } Others;
+typedef struct { const u64* inboxes; int call, capacity, rank, world; } Ranks;
 
-DEVICE int next_call(int calls) { return calls == LOST ? LOST : (int)(((u32)calls + 1) & 0x7fffffff); }
-DEVICE int polls_of(Others o) { return o.call == LOST ? 1 : MAX_POLLS; }
-DEVICE bool has_come(Others o, I4 part) { return part.y == o.call && part.w == o.call && o.call != LOST; }
+// calls: how many there were. It is read early, if at all, when no kernel that changes it can run.
+DEVICE Ranks ranks_of(const u64* inboxes, const int* calls, int capacity, int rank, int world) {
+  int before = *(const volatile int*)calls;
+  Ranks o = {inboxes, before == LOST ? LOST : (int)(((u32)before + 1) & 0x7fffffff), capacity, rank, world};
+  return o;
+}
+DEVICE int polls_of(Ranks o) { return o.call == LOST ? 1 : MAX_POLLS; }
 
-DEVICE I4* place_in(Others o, int inbox, int rank, int pair) {
-  return (I4*)o.inboxes[inbox] + ((long long)(o.call & 1) * o.world + rank) * (o.capacity / 2) + pair;
+DEVICE volatile u64* place_in(Ranks o, int inbox, int rank, int i) {
+  return (volatile u64*)o.inboxes[inbox] + ((long long)(o.call & 1) * o.world + rank) * o.capacity + i;
 }
-// Values 2 * pair and 2 * pair + 1 of this rank to all the others.
-DEVICE void give(Others o, int pair, float a, float b) {
-  I4 mine = {(int)as_u32(a), o.call, (int)as_u32(b), o.call};
-  for (int r = 0; r < o.world; r++)
-    if (r != o.rank) write16(place_in(o, r, o.rank, pair), mine);
+// Value i of this rank to all of them.
+DEVICE void give(Ranks o, int i, float x) {
+  for (int r = 0; r < o.world; r++) *place_in(o, r, o.rank, i) = (u64)(u32)o.call << 32 | as_u32(x);
 }
-// Pairs first, first + N_THREADS, ... of the sums over all ranks, of which x is this one's part, into y. Reads are on their way together.
-// *polls: how often they may be made. Returns whether any was in vain.
-#define SUMMED_TOGETHER 12
-DEVICE bool sum_up(Others o, const float* x, float* y, int first, int n_pairs, int* polls) {
-  float a[SUMMED_TOGETHER], b[SUMMED_TOGETHER];
-  bool lost = false;
+
+// Two values of a rank with their calls.
+DEVICE bool has_come(Ranks o, I4 two) { return two.y == o.call && two.w == o.call && o.call != LOST; }
+#define TAKEN_TOGETHER 12
+// Of rank r the pairs first, first + N_THREADS, ..., `each` of them: into a and b. Reads are on their way together; lightly: once the
+// last of them has come. *polls: how often they may be made. Returns whether any was in vain: then all are NaN.
+DEVICE bool take(Ranks o, int r, int first, int each, bool lightly, float* a, float* b, int* polls) {
+  const I4* from = (const I4*)place_in(o, o.rank, r, 2 * first);
+  I4 part[TAKEN_TOGETHER] = {};
+  bool missing = true;
+  if (lightly)
+    for (; *polls && !has_come(o, read16(from + (each - 1) * N_THREADS)); --*polls) {}
+  for (; *polls && missing; *polls -= missing) {
+    missing = false;
+    UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) part[k] = read16(from + (k < each ? k * N_THREADS : 0));
+    UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) missing |= !has_come(o, part[k]);
+  }
+  UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) {
+    a[k] = as_f32(missing ? NAN_BITS : (u32)part[k].x);
+    b[k] = as_f32(missing ? NAN_BITS : (u32)part[k].z);
+  }
+  return missing;
+}
+// Those pairs of the sums over all ranks, in their order, into y (where this rank's part is before: it is taken first, while its kernel
+// may still run).
+DEVICE bool take_sums(Ranks o, float* y, int first, int n_pairs, int* polls) {
+  float a[TAKEN_TOGETHER], b[TAKEN_TOGETHER], x[TAKEN_TOGETHER], z[TAKEN_TOGETHER];
+  int each = imin((n_pairs - first + N_THREADS - 1) / N_THREADS, TAKEN_TOGETHER);
+  F2* pairs = (F2*)y + first;
+  bool lost = take(o, o.rank, first, each, true, x, z, polls);
+  UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++)
+    if (k < each) pairs[k * N_THREADS].x = x[k], pairs[k * N_THREADS].y = z[k];
   for (int r = 0; r < o.world; r++) {
-    I4 part[SUMMED_TOGETHER];
-    int missing = r != o.rank;
-    UNROLL for (int k = 0; k < SUMMED_TOGETHER; k++) {
-      int pair = first + k * N_THREADS < n_pairs ? first + k * N_THREADS : first;
-      if (r == o.rank) part[k].x = (int)as_u32(x[2 * pair]), part[k].z = (int)as_u32(x[2 * pair + 1]);
+    if (r != o.rank) {
+      lost |= take(o, r, first, each, false, x, z, polls);
+    } else {
+      UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) {
+        F2 mine = pairs[k < each ? k * N_THREADS : 0];
+        x[k] = mine.x, z[k] = mine.y;
+      }
     }
-    for (; missing && *polls; --*polls) {
-      missing = 0;
-      UNROLL for (int k = 0; k < SUMMED_TOGETHER; k++)
-        part[k] = read16(place_in(o, o.rank, r, first + k * N_THREADS < n_pairs ? first + k * N_THREADS : first));
-      UNROLL for (int k = 0; k < SUMMED_TOGETHER; k++) missing |= !has_come(o, part[k]);
-    }
-    if (missing) {  // all of these, whichever it was
-      lost = true;
-      UNROLL for (int k = 0; k < SUMMED_TOGETHER; k++) part[k].x = part[k].z = NAN_BITS;
-    }
-    UNROLL for (int k = 0; k < SUMMED_TOGETHER; k++) {
-      a[k] = r ? a[k] + as_f32((u32)part[k].x) : as_f32((u32)part[k].x);
-      b[k] = r ? b[k] + as_f32((u32)part[k].z) : as_f32((u32)part[k].z);
+    UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) {
+      a[k] = r ? a[k] + x[k] : x[k];
+      b[k] = r ? b[k] + z[k] : z[k];
     }
   }
-  UNROLL for (int k = 0; k < SUMMED_TOGETHER; k++) {
-    int pair = first + k * N_THREADS;
-    if (pair < n_pairs) y[2 * pair] = a[k], y[2 * pair + 1] = b[k];
-  }
+  UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++)
+    if (k < each) pairs[k * N_THREADS].x = a[k], pairs[k * N_THREADS].y = b[k];
   return lost;
 }

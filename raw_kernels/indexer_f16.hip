@@ -10,6 +10,25 @@
 #define PADDED ((DIM + 15) / 16 * 16)
 #define PITCH (PADDED + 8)
 #define DOTS (KEYS + 1)
+#define TOGETHER 8  // reads of a thread that are on their way
+
+DEVICE void stage_keys(const u16* keys, int s0, int last, u16* rows) {
+  for (int i = THREAD; i < KEYS * (PADDED / 8); i += BLOCK) {
+    int r = i / (PADDED / 8), k = i % (PADDED / 8) * 8;
+    bool inside = s0 + r <= last && k < DIM;
+    stage16(rows + r * PITCH + k, keys + (inside ? (long long)(s0 + r) * DIM + k : 0), inside);
+  }
+}
+// 4 values from k on of a row of q, zeros past its end.
+DEVICE F4 four_of(const float* q, int k) {
+  F4 four = {0, 0, 0, 0};
+  if (DIM % 4 == 0 && k < DIM) return *(const F4*)(q + k);
+  if (k < DIM) four.x = q[k];
+  if (k + 1 < DIM) four.y = q[k + 1];
+  if (k + 2 < DIM) four.z = q[k + 2];
+  if (k + 3 < DIM) four.w = q[k + 3];
+  return four;
+}
 
 KERNEL BOUNDS(BLOCK, 4) indexer_score_f16(const float* q, const u16* keys, const float* weights, const int* pos, float* score,
                                           int width, int chunks, float scale) {
@@ -24,10 +43,21 @@ KERNEL BOUNDS(BLOCK, 4) indexer_score_f16(const float* q, const u16* keys, const
   float* out = score + (long long)t * width;
   int s0 = BLOCK_X * chunks * KEYS;
   if (s0 <= last) {
-    _Pragma("unroll 8") for (int i = THREAD; i < PADDED_HEADS * PADDED; i += BLOCK) {
-      int h = i / PADDED, k = i % PADDED;
-      bool inside = h < HEADS && k < DIM;
-      split_f16(inside ? q[((long long)t * HEADS + h) * DIM + k] : 0.0f, &q_high[h * PITCH + k], &q_low[h * PITCH + k]);
+    stage_keys(keys, s0, last, rows);
+    for (int i0 = 4 * THREAD; i0 < PADDED_HEADS * PADDED; i0 += TOGETHER * 4 * BLOCK) {
+      F4 four[TOGETHER] = {};
+      UNROLL for (int j = 0; j < TOGETHER; j++) {
+        int i = i0 + j * 4 * BLOCK, h = i / PADDED;
+        if (h < HEADS) four[j] = four_of(q + ((long long)t * HEADS + h) * DIM, i % PADDED);
+      }
+      UNROLL for (int j = 0; j < TOGETHER; j++) {
+        int i = i0 + j * 4 * BLOCK, at = i / PADDED * PITCH + i % PADDED;
+        if (i >= PADDED_HEADS * PADDED) break;
+        split_f16(four[j].x, q_high + at, q_low + at);
+        split_f16(four[j].y, q_high + at + 1, q_low + at + 1);
+        split_f16(four[j].z, q_high + at + 2, q_low + at + 2);
+        split_f16(four[j].w, q_high + at + 3, q_low + at + 3);
+      }
     }
     for (int i = THREAD; i < HEADS; i += BLOCK) factor[i] = weights[(long long)t * HEADS + i] * scale;
   }
@@ -36,11 +66,7 @@ KERNEL BOUNDS(BLOCK, 4) indexer_score_f16(const float* q, const u16* keys, const
       if (THREAD < KEYS && s0 + THREAD < width) out[s0 + THREAD] = as_f32(0xff800000u);
       continue;
     }
-    for (int i = THREAD; i < KEYS * (PADDED / 8); i += BLOCK) {
-      int r = i / (PADDED / 8), k = i % (PADDED / 8) * 8;
-      bool inside = s0 + r <= last && k < DIM;
-      stage16(rows + r * PITCH + k, keys + (inside ? (long long)(s0 + r) * DIM + k : 0), inside);
-    }
+    if (c > 0) stage_keys(keys, s0, last, rows);
     stage_wait();
     barrier();
     for (int tile = WARP; tile < PADDED_HEADS / 16 * (KEYS / 16); tile += WARPS) {

@@ -9,10 +9,12 @@
 
 #define ROWS 128
 #ifdef IS_Q2_K
+#define PLACE(k) q8_k_place(k)  // of value k of DEPTH in the activations
 #define W_BYTES 64  // of a staged row
 #define D_FLOATS 2  // of a staged row: d and dmin
 #define XD_FLOATS 1
 #else
+#define PLACE(k) (k)
 #define W_BYTES DEPTH
 #define D_FLOATS (DEPTH / 32)
 #define XD_FLOATS (DEPTH / 32)
@@ -114,7 +116,7 @@ typedef struct {
 DEVICE void copy(Stage s, Source from, int k0) {
   UNROLL for (int i0 = 0; i0 < BLOCK_TOKENS * DEPTH / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (DEPTH / 16), k = i % (DEPTH / 16) * 16;
-    if (r < from.tokens) stage16(s.x + r * X_PITCH + k, from.x + (long long)from.x_row[r] * N_IN + k0 + k, true);
+    if (r < from.tokens) stage16(s.x + r * X_PITCH + k, from.x + (long long)from.x_row[r] * N_IN + k0 + PLACE(k), true);
   }
   UNROLL for (int i0 = 0; i0 < ROWS * W_BYTES / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (W_BYTES / 16), k = i % (W_BYTES / 16) * 16;

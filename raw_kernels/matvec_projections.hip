@@ -14,12 +14,13 @@ KERNEL AT_MOST(BLOCK) JOIN(matvec_projections_, TYPE)(
     m.w = w##i, m.scales = scales##i, m.d = d##i, y = y##i, n = n##i, row0 = part * BLOCK_ROWS; \
   part -= (n##i + BLOCK_ROWS - 1) / BLOCK_ROWS;
   PICK(0) PICK(1) PICK(2) PICK(3)
-  int t0 = BLOCK_Y * TOKENS, row = row0 + THREAD / GROUP * ROWS;
+  int t0 = BLOCK_Y * TOKENS, row = imin(row0 + THREAD / GROUP * ROWS, n - ROWS);
   W ring[RING];
-  start_dots(ring, m, m, 1, 0, row, n);
+  m = FROM_ROW(m, row);
+  start_dots(ring, m, m, 1);
   wait_for_inputs();
   float acc[ROWS * TOKENS];
-  finish_dots(acc, ring, m, 0, row, n, x, x_d, sums, t0, n_tokens, 1);
+  finish_dots(acc, ring, m, x, x_d, sums, t0, n_tokens, 1);
   UNROLL for (int i = 0; i < ROWS * TOKENS; i++) {
     int r = row + i / TOKENS, t = t0 + i % TOKENS;
     if (THREAD % GROUP == 0 && r < n && t < n_tokens) y[(long long)t * n + r] = acc[i];

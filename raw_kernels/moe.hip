@@ -1,25 +1,5 @@
-// Router, sorting of tokens by expert, and the weighted sum of experts' outputs.
+// Router (router.hip), sorting of tokens by expert, and the weighted sum of experts' outputs.
 
-DEVICE u64 lane_read_u64(u64 x, int lane) { return (u64)(u32)lane_read((int)(x >> 32), lane) << 32 | (u32)lane_read((int)x, lane); }
-// chosen[0..n_chosen) = the best of n scores, best first. Each warp finds the best of LANES neighbours, then the block the best of
-// those: `best`, in shared memory, has room for CANDIDATES(n, n_chosen). A barrier comes last.
-#define CANDIDATES(n, n_chosen) (((n) + LANES - 1) / LANES * imin(n_chosen, LANES))
-DEVICE void choose(const float* score, u64* best, int n, int n_chosen, int* chosen) {
-  int width = imin(n_chosen, LANES), candidates = CANDIDATES(n, n_chosen);
-  for (int i = THREAD; i - LANE < n; i += N_THREADS) {
-    u64 mine = i < n ? ranked(score[i], i) : (u64)LANE;  // past the end: below all, and no two equal
-    int better = 0;
-    _Pragma("unroll 8") for (int lane = 0; lane < LANES; lane++) better += lane_read_u64(mine, lane) > mine;
-    if (better < width) best[i / LANES * width + better] = mine;
-  }
-  barrier();
-  for (int i = THREAD; i < candidates; i += N_THREADS) {
-    int better = 0;
-    _Pragma("unroll 8") for (int j = 0; j < candidates; j++) better += best[j] > best[i];
-    if (better < n_chosen && best[i] >= LANES) chosen[better] = (int)~(u32)best[i];
-  }
-  barrier();
-}
 // Dynamic shared memory: the candidates.
 KERNEL select_experts_f32(const float* score, int* experts, int n, int n_chosen) {
   wait_for_inputs();
@@ -27,37 +7,11 @@ KERNEL select_experts_f32(const float* score, int* experts, int n, int n_chosen)
   choose(score + (long long)BLOCK_X * n, (u64*)memory, n, n_chosen, experts + (long long)BLOCK_X * n_chosen);
 }
 
-// probs = sigmoid(logits), biased = probs + bias; experts by biased; weights: probs of the chosen, renormalised, then scaled.
-// Outputs that nobody reads may be null. min_sum: lower bound of the weights' sum.
 KERNEL route_f32(const float* logits, const float* bias, float* probs, float* biased, int* experts, float* weights,
                  float* weights_norm, float* weights_scaled, int n, int n_chosen, int normalise, float min_sum, float scale) {
-  float first_bias = bias && THREAD < n ? bias[THREAD] : 0.0f;
   wait_for_inputs();
   DYNAMIC_SHARED(memory);
-  u64* best = (u64*)memory;                                // [CANDIDATES(n, n_chosen)]
-  float* prob = (float*)(best + CANDIDATES(n, n_chosen));  // [n]
-  float* score = prob + n;                                 // [n] biased
-  int* chosen = (int*)(score + n);                         // [n_chosen]
-  long long t = BLOCK_X;
-  for (int i = THREAD; i < n; i += N_THREADS) {
-    float p = 1.0f / (1.0f + expf(-logits[t * n + i]));
-    prob[i] = p;
-    score[i] = bias ? p + (i == THREAD ? first_bias : bias[i]) : p;
-    if (probs) probs[t * n + i] = p;
-    if (biased) biased[t * n + i] = score[i];
-  }
-  barrier();
-  choose(score, best, n, n_chosen, chosen);
-  float sum = 0;
-  for (int k = 0; k < n_chosen; k++) sum += prob[chosen[k]];
-  sum = !normalise ? 1.0f : sum < min_sum ? min_sum : sum;  // NaN stays NaN
-  for (int k = THREAD; k < n_chosen; k += N_THREADS) {
-    float p = prob[chosen[k]];
-    experts[t * n_chosen + k] = chosen[k];
-    if (weights) weights[t * n_chosen + k] = p;
-    if (weights_norm) weights_norm[t * n_chosen + k] = p / sum;
-    weights_scaled[t * n_chosen + k] = p / sum * scale;
-  }
+  route(logits, bias, probs, biased, experts, weights, weights_norm, weights_scaled, BLOCK_X, n, n_chosen, normalise, min_sum, scale, memory);
 }
 
 // Pairs in order of their expert, equal ones in their own order, without those of expert -1. Block e finds where expert e's run

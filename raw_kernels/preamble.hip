@@ -114,6 +114,20 @@ DEVICE int bit_count(u32 x) { return __popc(x); }
 
 #endif
 
+// dot4 of unsigned bytes a, multiples of 4; and c + the halves of a, 16-bit integers, times the lower, or the upper two bytes of b.
+#if defined(__CUDA_ARCH__)
+DEVICE int dot4_high(u32 a, int b, int c) {
+  asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(c) : "r"(a), "r"(b));
+  return c;
+}
+DEVICE int dot2_low(int a, int b, int c) { return __dp2a_lo(a, b, c); }
+DEVICE int dot2_high(int a, int b, int c) { return __dp2a_hi(a, b, c); }
+#else
+DEVICE int dot4_high(u32 a, int b, int c) { return c + 4 * dot4((int)(a >> 2), b, 0); }
+DEVICE int dot2_low(int a, int b, int c) { return c + (short)a * (s8)b + (a >> 16) * (s8)(b >> 8); }
+DEVICE int dot2_high(int a, int b, int c) { return dot2_low(a, b >> 16, c); }
+#endif
+
 #define LANE (THREAD & (LANES - 1))
 #define WARP (THREAD / LANES)
 #define MAX_WARPS (1024 / LANES)
@@ -204,14 +218,18 @@ DEVICE void stage_wait() {}
 // --- kernels that start early ------------------------------------------------------------------------------------------------
 // On Hopper and later a kernel's blocks may start while the kernel before it still runs, as soon as that one has its own inputs
 // (npglm/gpu/device.py asks for it). The rule: every thread of every kernel calls wait_for_inputs() before it writes anything, and
-// before it reads what the kernel before it may write; all earlier kernels are complete when it starts. Weights may always be read.
+// before it reads what the kernel before it may write; all earlier kernels are complete when it starts, unless the one before it has
+// called let_next_start(). npglm/gpu/device.py: settled() tells what may be read early; weights always.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
+// For a kernel that waits late (LETS_NEXT_START in npglm/gpu/device.py): the next one may start when the one before is not complete.
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
 DEVICE void wait_for_inputs() {}
+DEVICE void let_next_start() {}
 #endif
 
-// --- memory that another GPU writes or reads meanwhile -----------------------------------------------------------------------
+// --- memory that another GPU or the host writes or reads meanwhile -----------------------------------------------------------
 // 16 bytes, of which each 8 arrive whole.
 #if defined(__CUDA_ARCH__)
 DEVICE void write16(I4* to, I4 v) {
@@ -232,6 +250,15 @@ DEVICE I4 read16(const I4* from) {
   I4 v = {(int)(u32)a, (int)(a >> 32), (int)(u32)b, (int)(b >> 32)};
   return v;
 }
+#endif
+
+// What this thread has read and written so far comes before all that it reads and writes from here on, also for the host.
+#if defined(EMULATED)
+DEVICE void fence() {}
+#elif defined(__CUDA_ARCH__)
+DEVICE void fence() { asm volatile("membar.sys;" ::: "memory"); }
+#else
+DEVICE void fence() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
 #endif
 
 // x as two f16 numbers, high + low / 2048: as exact as f32 unless x is beyond f16.

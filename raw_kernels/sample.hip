@@ -13,7 +13,7 @@ DEVICE u64 block_max_u64(u64 x) {
 DEVICE u64 best_logit(const float* logits, int n) {
   u64 best = 0;
   int bad = 0;
-  for (int i = THREAD; i < n; i += N_THREADS) {
+  _Pragma("unroll 8") for (int i = THREAD; i < n; i += N_THREADS) {
     u64 rank = ranked(logits[i], i);
     bad |= rank >> 32 == 0 || rank >> 32 == 0xff800000u;  // NaN, +inf
     best = rank > best ? rank : best;

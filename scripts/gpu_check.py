@@ -36,7 +36,8 @@ F32_ERROR = 1e-4  # of a logit
 SANITIZED = (
     "test_fused", "test_route", "test_expert_tiles", "test_norms", "test_rope", "test_sample", "test_select_top_k_ties", "test_store",
     "test_padding", "test_many_tokens", "test_indexer_score", "test_quantize", "test_linear_heads", "test_linear_decoded",
-    "test_linear_experts", "test_embed_and_store", "test_queries_and_latents", "test_exchange_sum", "test_sum_add_norm",
+    "test_linear_experts", "test_embed_and_store", "test_queries_and_latents", "test_projections", "test_an_indexer_after", "test_attend",
+    "test_exchange_sum", "test_sum_add_norm", "test_fetch_experts", "test_meeting",
 )  # fmt: skip
 
 
@@ -120,12 +121,12 @@ def same_ids(model: Path) -> bool:
             f"{model.name}, {numerics}: captured decode loop {'equals' if decoded == plain else 'DIFFERS from'} plain launches"
         )
         good &= decoded == plain
-        offloaded = decode_loop(OffloadOps(ops.device, numerics, "gpu"), checkpoint, prompt, int(mine[0].argmax()))
+        offloaded = decode_loop(offloaded_half(ops.device, numerics), checkpoint, prompt, int(mine[0].argmax()))
         equal = sum(a == b for a, b in zip(offloaded, plain, strict=True))
         print(f"{model.name}, {numerics}: with the experts on the host {equal} of {len(plain)} ids equal")
         good &= numerics == "ggml" or equal == len(plain)
         if numerics == "ggml":
-            for what, each in (("GPU", ops), ("GPU and host", OffloadOps(ops.device, numerics, "gpu"))):
+            for what, each in (("GPU", ops), ("GPU and host", offloaded_half(ops.device, numerics))):
                 if is_wide(checkpoint.config):
                     here, there = map(np.median, strays_of_steps(checkpoint, each, N_GREEDY))
                 else:
@@ -133,6 +134,13 @@ def same_ids(model: Path) -> bool:
                 print(f"{model.name}, ggml: logits are {here:.2g} from f64 sums on the {what}, the f32 twin's {there:.2g}")
                 good &= here <= 3 * there + 1e-6
     return good
+
+
+def offloaded_half(device, numerics: str) -> OffloadOps:
+    """The GPU takes half of a token's experts, few as they are in these models."""
+    ops = OffloadOps(device, numerics, "gpu")
+    ops.fetched = 2
+    return ops
 
 
 def logits_of(ops, forward, checkpoint, prompt, forced=None) -> np.ndarray:

@@ -14,7 +14,7 @@ from synth import ALL_TYPES, ARCH, GLM52, Shape, write_model
 
 import npglm
 from npglm.checkpoint import DECODABLE, Tensor
-from npglm.describe import F16_SCALES, GROUPS, check, describe, finite_rows, page, ranges, size
+from npglm.describe import F16_SCALES, GROUPS, check, describe, finite_rows, host_memory, page, ranges, size
 
 ROOT = Path(__file__).parents[1]
 SMALL = ROOT / "tests/golden/small.Q2_K.gguf"
@@ -69,6 +69,30 @@ def test_what_fits_where_of_glm52(glm52):
     facts = describe(glm52)
     facts["placement"]["host_memory"] = int(128e9)
     assert "  237.82 GB  does not fit in 128.00 GB: slow, as experts are read from the file again\n" in page(facts)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/a/b", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),
+        ("0::/", {"memory.max": "2000"}, 2000),
+        (
+            "5:cpu,memory:/x\n0::/y",
+            {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/x/memory.limit_in_bytes": "77"},
+            77,
+        ),
+        ("4:cpu:/x", {"memory/x/memory.limit_in_bytes": "77"}, None),
+        (None, {}, None),
+    ],
+)
+def test_host_memory_is_what_control_groups_leave(tmp_path, groups, limits, expected):
+    for name, text in {
+        **({"proc/self/cgroup": groups} if groups else {}),
+        **{f"sys/fs/cgroup/{n}": t for n, t in limits.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert host_memory(tmp_path) == expected or (expected is None and host_memory(tmp_path) > 1 << 28)
 
 
 def test_what_each_rank_holds_of_glm52(glm52):

@@ -268,6 +268,13 @@ def latents(ops, h, w, table, config, probe=NO_PROBE):
     return np.concatenate([latent, k_pe], axis=-1)
 
 
+def projections(ops, h, w, cache, table, pos, config, probe=NO_PROBE):
+    """h [T,D] normed hidden -> queries' q_a and q. Stores this call's latents in cache [capacity,R+P]."""
+    q_a, q = ops.queries(h, w, table, config, probe)
+    ops.store(cache, ops.latents(h, w, table, config, probe), pos)
+    return q_a, q
+
+
 def attention(ops, q, cache, top_k, pos, rank: int, scale: float, **_):
     """q [T,H,R+P], cache [capacity,R+P], top_k int32 [T,n], pos int32 [T] -> [T,H,R]."""
     q, top_k = _whole(q), _whole(top_k)
@@ -278,6 +285,15 @@ def attention(ops, q, cache, top_k, pos, rank: int, scale: float, **_):
     sizes = (n_tokens, n_heads, rank, width, top_k.shape[1], scale_bits)
     entries.attention(ops.ws, address_of(q), *keys, address_of(out), *sizes)
     return out
+
+
+def attend(ops, q, w, cache, top_k, pos, config, probe=NO_PROBE):
+    """q [T,H,R+P], cache [capacity,R+P], top_k int32 [T,n], pos int32 [T] -> [T,H*V]: attention, and its values from the latents."""
+    kqv = ops.attention(q, cache, top_k, pos, config.kv_rank, config.attn_scale)  # [T,H,R]
+    probe("kqv", kqv)
+    kqv = ops.linear_heads(kqv, w.attn_v_b).reshape(len(q), -1)
+    probe("kqv_out", kqv)
+    return kqv
 
 
 def indexer_score(ops, q, cache, weights, pos):
@@ -439,7 +455,7 @@ def moe_ffn(ops, h, w, config, probe=NO_PROBE):
 
 
 VERBS = (
-    embed, rms_norm, add_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents,
-    indexer_score, select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
+    embed, rms_norm, add_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents, projections,
+    indexer_score, select_top_k, indexer, attention, attend, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
     combine_experts, moe_down_combine, dense_ffn, local_experts, moe_experts, moe_ffn, quantize_q8_0, quantize_q8_k,
 )  # fmt: skip

@@ -14,7 +14,7 @@ import npglm.forward
 from npglm.cache import Cache
 from npglm.checkpoint import MODEL_TENSORS, layer_tensors
 from npglm.config import GlmConfig
-from npglm.gpu import matmul, op_set
+from npglm.gpu import attention, matmul, op_set
 from npglm.gpu.weights import Weight, part_shapes
 
 GLM52 = GlmConfig(
@@ -140,6 +140,9 @@ def op_rows(ops, config, random: Random, timer: Timer, layers, caches: dict):
 
     for name, x_in, attribute in (("q_a", h, "attn_q_a"), ("kv_a", h, "attn_kv_a_mqa"), ("q_b", q_a, "attn_q_b")):
         yield weight_op(name, ops.linear, x_in, [getattr(w, attribute) for w in layers])
+    names = ("attn_q_a", "attn_kv_a_mqa", "indexer_attn_k", "indexer_proj")  # one launch: what decoding makes of the first two
+    size = sum(getattr(w, name).nbytes for w in layers for name in names if hasattr(w, name)) / len(layers)
+    yield measure("q_a + kv_a", lambda i: attention.first_products(h, layers[i], ops), size, len(layers))
     yield weight_op("k_b", ops.linear_heads, heads[c.nope], [w.attn_k_b for w in layers])
     yield weight_op("v_b", ops.linear_heads, heads[c.kv_rank], [w.attn_v_b for w in layers])
     yield weight_op("attn_output", ops.linear, wide, [w.attn_output for w in layers])

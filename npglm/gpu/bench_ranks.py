@@ -18,9 +18,9 @@ from npglm.parallel import RankOps, Sharding
 
 ALONE = 36  # layers that one GPU holds by itself
 CONTEXTS = (0, 4096)
+QUIET = SimpleNamespace(sum=lambda x: x, outbox=lambda: None, barrier=lambda: None)  # ranks that add nothing up
 VERBS = (
-    "rope_table", "embed", "rms_norm", "queries", "store", "latents", "indexer", "attention", "linear_heads", "linear", "add_norm",
-    "dense_ffn", "moe_ffn",
+    "rope_table", "embed", "rms_norm", "projections", "indexer", "attend", "linear", "add_norm", "dense_ffn", "moe_ffn",
 )  # fmt: skip
 
 
@@ -130,7 +130,6 @@ class Bench:
             f"{'context':>8} {'ms':>7} {'tok/s':>7} {'roofline':>9} {'of it':>6} {'sums':>6}   "
             f"{n} layers: one rank, {self.ranks.world} ranks, efficiency"
         )
-        quiet = SimpleNamespace(sum=lambda x: x, adds_norm=lambda y: False, barrier=lambda: None)
         few, first = cut(self.mine, n), SimpleNamespace(**{**vars(weights), "layers": weights.layers[:n]})
         figures = {}
         for context in CONTEXTS:
@@ -138,7 +137,7 @@ class Bench:
             same = len(set(self.ranks.gather(logits))) == 1
             same &= self.decode(shared, self.mine, weights, context)[1] == logits
             same = all(self.ranks.gather(same))
-            without = self.decode(self.over(quiet, weights), self.mine, weights, context)[0]
+            without = self.decode(self.over(QUIET, weights), self.mine, weights, context)[0]
             part = self.decode(shared, few, first, context)[0]
             read = per_token(outline(self.config), context)
             n_bytes = read["weights_total"] + read["latent_kv"] + read["indexer_keys"]
@@ -154,12 +153,13 @@ class Bench:
             )
         return figures
 
-    def verbs(self, shared, weights) -> dict[str, float]:
-        """The table of what a step saves without each verb."""
+    def verbs(self, weights) -> dict[str, float]:
+        """The table of what a step without sums saves without each verb."""
+        shared = self.over(QUIET, weights)
         context, layers, replays = CONTEXTS[-1], self.config.n_layers, 10
         whole_ms = self.decode(Kept(shared), self.mine, weights, context, replays)[0]
         self.say(
-            f"\nus of each layer at {context} by verb: what the step saves without it ({whole_ms * 1e3 / layers:.1f} in all)"
+            f"\nus of each layer at {context} by verb: what a step without sums saves without it ({whole_ms * 1e3 / layers:.1f} in all)"
         )
         figures = {}
         for verb in VERBS:
@@ -185,7 +185,7 @@ def bench(ranks, shape: str = "glm-5.2", layers: int = 78, say=print) -> dict:
     free, total = ops.device.free_bytes()
     say(f"{layers} layers, {(total - free) / 2**30:.1f} GiB of each GPU's {total / 2**30:.1f} in use")
     decoded = b.contexts(shared, weights, alone, bandwidths)
-    return figures | decoded | {"same_bits": all(d["same_bits"] for d in decoded.values())} | b.verbs(shared, weights)
+    return figures | decoded | {"same_bits": all(d["same_bits"] for d in decoded.values())} | b.verbs(weights)
 
 
 def sums(ops, collective, n: int, timer, times: int = 64) -> dict[str, float]:

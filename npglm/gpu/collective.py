@@ -7,8 +7,9 @@ import numpy as np
 from npglm.errors import NpglmError
 from npglm.gpu.device import visible
 from npglm.gpu.elementwise import sum_add_norm
+from npglm.gpu.matmul import NOWHERE
 
-BLOCK = 256
+BLOCK = 256  # values of a sum that a block of threads makes
 CAPACITY = 1 << 18  # values that an inbox holds of each rank: the logits of a step
 
 
@@ -32,6 +33,19 @@ def choose(seen: list[list[str]], rank: int) -> int:
     if rank >= n:
         raise NpglmError(f"{rank + 1} or more ranks on a host with {n} GPU{'s' * (n > 1)}: each rank needs its own")
     return rank
+
+
+class Outbox:
+    """The way of one sum's part to all ranks: the kernel that makes it puts it into their inboxes. where: the arguments for that.
+    sent: whether a kernel has done so."""
+
+    def __init__(self, where: tuple):
+        self.where, self.sent = where, False
+
+    def send(self, y) -> tuple:
+        """The last arguments of the kernel that makes y [1,n]. NOWHERE, where add_norm() does not take such a sum."""
+        self.sent = len(y) == 1 and y.size % 256 == 0 and y.size <= CAPACITY
+        return self.where if self.sent else NOWHERE
 
 
 class Collective:
@@ -79,7 +93,7 @@ class Collective:
         self._sums, self._norms = (
             (
                 self.ops.array([address + start for address in addresses], np.uint64),
-                self.ops.array(np.zeros(CAPACITY // 2 // BLOCK), np.int32),  # calls, counted by each block of threads
+                self.ops.array(np.zeros(CAPACITY // BLOCK), np.int32),  # calls, counted by each block of threads
                 *(CAPACITY, ranks.rank, ranks.world),
             )
             for start in (0, half)
@@ -95,16 +109,16 @@ class Collective:
         y = self.ops.empty(x.shape, np.float32)
         if self.inboxes and x.size <= CAPACITY:
             inboxes, calls, *where = self._sums
-            self.ops.launch("exchange_sum_f32", (-(-x.size // (2 * BLOCK)),), BLOCK, x, y, inboxes, calls, x.size, *where)
+            self.ops.launch("exchange_sum_f32", (-(-x.size // BLOCK),), BLOCK, x, y, inboxes, calls, x.size, *where)
         else:
             stream = self.ops.device.cupy.cuda.get_current_stream().ptr
             self._communicator.allReduce(x.data.ptr, y.data.ptr, x.size, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM, stream)
         return y
 
-    def adds_norm(self, y) -> bool:
-        """Whether add_norm() takes this rank's part y of a sum: where it fuses, and for one token."""
-        return self.inboxes and self.ops.fused and self.ops.rounds and len(y) == 1 and y.size % 256 == 0 and y.size <= CAPACITY
+    def outbox(self) -> Outbox | None:
+        """For one sum that add_norm() takes next; None where there are no inboxes."""
+        return Outbox(self._norms) if self.inboxes and self.ops.fused and self.ops.rounds else None
 
-    def add_norm(self, x, y, weight, eps: float):
-        """ops.add_norm(x, sum(y), weight, eps) in one launch."""
-        return sum_add_norm(x, y, weight, eps, self._norms, ops=self.ops)
+    def add_norm(self, x, weight, eps: float):
+        """ops.add_norm(x, sum, weight, eps) with the sum that the last outbox has sent."""
+        return sum_add_norm(x, weight, eps, self._norms, ops=self.ops)

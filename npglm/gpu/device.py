@@ -3,8 +3,10 @@
 A Device owns arrays (empty, array, numpy) and launch(), which checks every argument against the typed table of raw_kernels.
 """
 
+import contextlib
 import ctypes
 import warnings
+import weakref
 from functools import cache, cached_property
 
 import numpy as np
@@ -14,8 +16,10 @@ from npglm.gpu.staging import Staging
 from raw_kernels import DTYPES, KERNELS, Argument, source
 
 STAGE_BYTES = 64 << 20
+REGISTER_MAPPED, REGISTER_READ_ONLY = 2, 8  # of cudaHostRegister and hipHostRegister
 MAX_BLOCK = 1024
 BLOCK_MULTIPLE = 64  # the widest warp
+LETS_NEXT_START = ("sum_rms_norm_blocks_f32",)  # while the kernel before may still run: raw_kernels/preamble.hip
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
@@ -31,7 +35,9 @@ class Device:
     max_shared: int
     array_type: type
     launches = 0  # counted for the benchmark
+    written: list = []  # noqa: RUF012 - arrays that a kernel may still write when the next one starts; replaced, never changed
     overlaps = False  # a kernel may start before the one before it has ended: see raw_kernels/preamble.hip
+    hosts: list | None = None  # of a step that is being captured: what host() was given
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, *values, shared: int = 0, **defines) -> None:
         """Run kernel `name` on grid (x, y, z) of blocks of `block` threads. shared: bytes of dynamic shared memory.
@@ -52,6 +58,8 @@ class Device:
             raise LaunchError(f"{name}: {len(values)} arguments, expected {len(kernel.arguments)}")
         values = [self._check(name, argument, value) for argument, value in zip(kernel.arguments, values, strict=True)]
         self.launches += 1
+        arrays = [v for a, v in zip(kernel.arguments, values, strict=True) if a.written and v is not None]
+        self.written = arrays + (self.written if name in LETS_NEXT_START else [])
         self._run(kernel, tuple(sorted(defines.items())), grid, block, shared, values)
 
     def _check(self, kernel: str, argument: Argument, value):
@@ -79,24 +87,49 @@ class Device:
     def _check_place(self, where: str, value) -> None:
         pass
 
+    def settled(self, *arrays) -> bool:
+        """Whether no kernel writes into these arrays any more when the next one starts, which may read them before it waits."""
+
+        def span(array):
+            first = self.address(array)
+            last = first + sum((n - 1) * step for n, step in zip(array.shape, array.strides, strict=True))
+            return first, last + array.itemsize
+
+        written = [span(array) for array in self.written]
+        return not any(a < stop and start < b for a, b in map(span, arrays) for start, stop in written)
+
     def capture(self, function):
         """A callable that repeats the launches that function() makes. Here it is function itself."""
         return function
 
-    def between(self, function) -> None:
-        """Call function() on the host now, between the launches before and after it; in a captured step, each time."""
+    def mark(self):
+        """This place in the order of launches, for beside(); None where no step is captured."""
+
+    def beside(self, mark):
+        """A context whose launches follow those before `mark`, and each other, but not those that came after it: in a captured step they
+        run beside these. What is launched after the context follows all of them."""
+        return contextlib.nullcontext()
+
+    def host(self, function, release) -> None:
+        """Call function() on the host now; in a captured step each time, as soon as its launches are on their way. function() waits for
+        the device by itself, and kernels that come later wait for it: where anything is raised in a captured step, until release()."""
         function()
 
-    def pinned(self, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """An array on the host that fill() need not copy first."""
-        return np.empty(shape, dtype)
+    def shared(self, shape: tuple[int, ...], dtype) -> tuple:
+        """A new array of the host, and the same memory as an array that kernels read in place."""
+        array = np.empty(shape, dtype)
+        return array, array
 
-    def to_host(self, array) -> np.ndarray:
-        """A copy on the host, complete when event()'s function has returned."""
-        return self.numpy(array)
+    def in_place(self, data: np.ndarray):
+        """uint8 of the host, also of a mapped file, as an array that kernels read in place: all of it stays in memory from here on.
+        None where the device cannot."""
+
+    def idle(self) -> bool:
+        """Whether all that was launched has ended. Raises what went wrong there."""
+        return True
 
     def event(self):
-        """A function that waits for what was launched until now; in a captured step, each time."""
+        """A function that waits for what was launched until now."""
         return lambda: None
 
     def fill(self, array, values: np.ndarray) -> None:
@@ -155,7 +188,7 @@ class Gpu(Device):
         self.overlaps = (  # CUDA 12.3: such launches can be captured
             not self.hip and int(cupy.cuda.Device().compute_capability) >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030
         )
-        self.pieces: list | None = None  # of a step that is being captured
+        self.side, self.early = None, True  # its second stream; whether the next kernel may start before the last one has ended
 
     def empty(self, shape, dtype):
         return self.cupy.empty(shape, dtype)
@@ -185,28 +218,65 @@ class Gpu(Device):
             raise NpglmError("several GPUs need NCCL, which CuPy does not find (pip install 'npglm[cuda13]')")
         return nccl
 
-    def between(self, function) -> None:
-        if self.pieces is None:
-            function()
+    def mark(self):
+        return self.side and self.cupy.cuda.get_current_stream().record(self.cupy.cuda.Event(disable_timing=True))
+
+    @contextlib.contextmanager
+    def beside(self, mark):
+        if mark is None:
+            yield
             return
-        stream = self.cupy.cuda.get_current_stream()
-        self.pieces += [stream.end_capture(), function]
-        stream.begin_capture()
+        main, written = self.cupy.cuda.get_current_stream(), self.written
+        self.side.wait_event(mark)
+        self.early = False  # measured: the first kernel beside others starts sooner so
+        with self.side as side:
+            yield
+            end = side.record(self.cupy.cuda.Event(disable_timing=True))
+        main.wait_event(end)
+        self.written = self.written + written
+
+    def host(self, function, release) -> None:
+        if self.hosts is None:
+            super().host(function, release)
+        else:
+            self.hosts.append((function, release))
+
+    def idle(self) -> bool:
+        return self.cupy.cuda.get_current_stream().done
 
     def pinned(self, shape, dtype) -> np.ndarray:
+        """An array of the host that is copied without a detour."""
         import cupyx
 
         return cupyx.empty_pinned(shape, dtype)
 
-    def to_host(self, array) -> np.ndarray:
-        runtime, stream = self.cupy.cuda.runtime, self.cupy.cuda.get_current_stream()
-        host = self.pinned(array.shape, array.dtype)
-        runtime.memcpyAsync(host.ctypes.data, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        return host
+    def shared(self, shape, dtype):
+        host = self.pinned(shape, dtype)
+        return host, self._seen(host)
+
+    def in_place(self, data):
+        runtime = self.cupy.cuda.runtime
+        for flags in (REGISTER_MAPPED | REGISTER_READ_ONLY, REGISTER_MAPPED):  # a file is mapped for reading only
+            try:
+                runtime.hostRegister(data.ctypes.data, data.nbytes, flags)
+            except runtime.CUDARuntimeError:
+                continue
+            owner = data.view()
+            weakref.finalize(owner, runtime.hostUnregister, data.ctypes.data).atexit = False
+            return self._seen(owner)
+        return None
+
+    def _seen(self, host: np.ndarray):
+        """Host memory as an array that kernels reach: at its own address, on ROCm perhaps at another one."""
+        cuda, address = self.cupy.cuda, host.ctypes.data
+        if self.hip:
+            address = cuda.runtime.pointerGetAttributes(address).devicePointer
+        pointer = cuda.MemoryPointer(cuda.UnownedMemory(address, host.nbytes, host, self.id), 0)
+        return self.cupy.ndarray(host.shape, host.dtype, pointer)
 
     def event(self):
         event = self.cupy.cuda.Event(disable_timing=True)
-        self.between(event.record)
+        event.record()
         return event.synchronize
 
     def fill(self, array, values: np.ndarray) -> None:
@@ -222,28 +292,32 @@ class Gpu(Device):
         return self._staging.upload(data) if data.nbytes <= STAGE_BYTES else self.array(data, np.uint8)
 
     def capture(self, function):
-        """A CUDA graph of what function() launches, or several with the host's work between(); on ROCm, where CuPy cannot
-        capture, function itself."""
+        """A CUDA graph of what function() launches, beside which the host does its part; on ROCm, where CuPy cannot capture, function itself."""
         if self.hip:
             return function
-        stream = self.cupy.cuda.Stream(non_blocking=True)
+        stream, self.side = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.synchronize()
         with stream:
-            function()  # compiles, and leaves the memory that the captured run takes in the pool
-            stream.synchronize()
-            self.pieces = []
             try:
+                function()  # compiles, and leaves the memory that the captured run takes in the pool
+                stream.synchronize()
+                self.hosts = hosts = []
                 stream.begin_capture()
                 function()
-                pieces = [*self.pieces, stream.end_capture()]
+                graph = stream.end_capture()
             finally:
-                self.pieces = None
+                self.hosts = self.side = None
         stream.synchronize()
 
         def replay():
-            current = self.cupy.cuda.get_current_stream()
-            for piece in pieces:
-                piece() if callable(piece) else piece.launch(current)
+            try:
+                graph.launch(self.cupy.cuda.get_current_stream())
+                for work, _ in hosts:
+                    work()
+            except BaseException:
+                for _, release in hosts:
+                    release()
+                raise
 
         return replay
 
@@ -270,7 +344,8 @@ class Gpu(Device):
         if self.overlaps:
             stream = self.cupy.cuda.get_current_stream().ptr
             arrays = [getattr(v, "data", None) if a.axes else v for a, v in zip(kernel.arguments, values, strict=True)]
-            launch_overlapping(function.kernel.ptr, grid, block, shared, stream, kernel.arguments, arrays)
+            launch_overlapping(function.kernel.ptr, grid, block, shared, stream, kernel.arguments, arrays, self.early)
+            self.early = True
         else:
             function(grid, (block,), tuple(np.uintp(0) if v is None else v for v in values), shared_mem=shared)
 
@@ -301,15 +376,15 @@ def _driver():
     return ctypes.CDLL("libcuda.so.1")
 
 
-def launch_overlapping(function: int, grid, block: int, shared: int, stream: int, arguments, values) -> None:
-    """cuLaunchKernelEx with programmatic stream serialization, which CuPy has no call for. values: memory pointers and numbers."""
+def launch_overlapping(function: int, grid, block: int, shared: int, stream: int, arguments, values, early: bool) -> None:
+    """cuLaunchKernelEx, if `early` with programmatic stream serialization, which CuPy has no call for. values: pointers and numbers."""
     held = [
         ctypes.c_void_p(v.ptr if v else 0) if a.axes else NUMBERS[a.dtype](v.item())
         for a, v in zip(arguments, values, strict=True)
     ]
     pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
     attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", (ctypes.c_int * 16)(1))
-    config = LaunchConfig(grid, (block, 1, 1), shared, stream, ctypes.pointer(attribute), 1)
+    config = LaunchConfig(grid, (block, 1, 1), shared, stream, ctypes.pointer(attribute), early)
     status = _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
     if status:
         raise RuntimeError(f"cuLaunchKernelEx: CUDA error {status}")

@@ -40,11 +40,12 @@ def add_norm(x, y, weight, eps: float, *, ops):
     return x, ops.rms_norm(x, weight, eps)
 
 
-def sum_add_norm(x, y, weight, eps: float, others: tuple, *, ops):
-    """add_norm of one row with the sum over the ranks of which y is this one's part. others: see npglm/gpu/collective.py."""
+def sum_add_norm(x, weight, eps: float, inboxes: tuple, *, ops):
+    """add_norm of one row, x [1,n], with the sum over the ranks of what the last kernel of each has put into the inboxes (an Outbox's
+    `where`, npglm/gpu/collective.py)."""
     total, (made, blocks), parts = ops.empty(x.shape, np.float32), with_blocks(x.shape, ops), norm_parts(*x.shape)
-    inboxes, calls, *where = others
-    args = (x, y, total, weight, made, *blocks, inboxes, calls, x.shape[-1], eps, parts, *where)
+    addresses, calls, *where = inboxes
+    args = (x, total, weight, made, *blocks, addresses, calls, x.shape[-1], eps, parts, *where, ops.device.settled(x))
     ops.launch("sum_rms_norm_blocks_f32", (1, parts), BLOCK, *args, shared=4 * x.shape[-1])
     return total, made
 
@@ -52,7 +53,8 @@ def sum_add_norm(x, y, weight, eps: float, others: tuple, *, ops):
 def _norm_and_blocks(x, weight, eps, ops, plus=None, total=None):
     y, blocks = with_blocks(x.shape, ops)
     parts = norm_parts(*x.shape)
-    ops.launch("rms_norm_blocks_f32", (len(x), parts), BLOCK, x, plus, total, weight, y, *blocks, x.shape[-1], eps, parts)
+    args = (x, plus, total, weight, y, *blocks, x.shape[-1], eps, parts, ops.device.settled(x))
+    ops.launch("rms_norm_blocks_f32", (len(x), parts), BLOCK, *args)
     return y
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from npglm.gpu.attention import latent_start, product_and_rope
+from npglm.gpu.attention import KEY_THREADS, latent_start, normed_product_and_rope, product_and_rope
 from npglm.gpu.matmul import FEW_TOKENS
 from npglm.trace.probes import NO_PROBE
 
@@ -85,9 +85,17 @@ def indexer(h, q_a, w, cache, table, pos, config, probe=NO_PROBE, *, ops):
 def _few_tokens(start, q_a, w, cache, table, pos, c, ops):
     n = c.indexer_dim
     key = (start.index_k, w.indexer_k_norm, w.indexer_k_norm_bias, *table, pos, cache, n, c.rope // 2, c.indexer_eps)
-    ops.launch("index_key_f16", (len(pos),), -(-n // 64) * 64, *key)
-    q = product_and_rope(q_a, w.indexer_attn_q_b, table, 0, c.indexer_heads, None, ops)  # [T,I,J]
-    return _choose(q, cache, start.proj, pos, c.indexer_scale, c, ops)
+    one = start.raw is not None  # one token: q_a is made after the mark, by the product of attention's queries
+    mine = one and n <= KEY_THREADS  # this product makes it again, and the key
+    with ops.device.beside(start.mark if mine or not one else None):  # the queries' other products
+        if mine:
+            norm, more = (start.raw, w.attn_q_a_norm), (*key[:3], cache, n, c.indexer_eps)
+            shape = (0, c.indexer_heads, None, c.rms_eps)
+            q = normed_product_and_rope(*norm, w.indexer_attn_q_b, table, *shape, ops, pos=pos, key=more)  # [1,I,J]
+        else:
+            q = product_and_rope(q_a, w.indexer_attn_q_b, table, 0, c.indexer_heads, None, ops)  # [T,I,J]
+            ops.launch("index_key_f16", (len(pos),), -(-n // 64) * 64, *key)
+        return _choose(q, cache, start.proj, pos, c.indexer_scale, c, ops)
 
 
 def _choose(q, cache, weights, pos, factor: float, c, ops):

@@ -16,13 +16,15 @@ BLOCK_KIND = {"q8_0": "q8_0", "q2_k": "q8_k"}  # the activation blocks of intege
 UNIT_VALUES = {"q8_0": 16, "q2_k": 64}  # that 16 bytes of weights hold
 RING = {"q8_0": 12, "q2_k": 8}  # units of 16 bytes that a thread keeps on their way: dots.hip
 ROUNDED_VALUES = 2048  # of a row that every block of threads rounds itself
+NOWHERE = (None, None, 0, 0, 0)  # no rank gets what a kernel makes: npglm.gpu.collective.Outbox
 WHOLE_BLOCKS = {"WHOLE_BLOCKS": True}  # a block of threads makes 32 rows or a multiple
 TILE_ROWS = 128  # output rows of a block of matmul.hip
 DECODED_WIDTH = 64  # tokens and rows of a block of matmul_decoded.hip
 
 
 class Blocks(NamedTuple):
-    """8-bit activation blocks: q int8 [..., n], d of each block, sums int16 of each 16 values (Q8_K)."""
+    """8-bit activation blocks: q int8 [..., n] (Q8_K: placed as raw_kernels/blocks.hip says), d of each block, sums int16 of each 16
+    values (Q8_K)."""
 
     q: object
     d: object
@@ -38,7 +40,7 @@ def quantize_q8_0(x, *, ops):
 def quantize_q8_k(x, *, ops):
     """x f32 [..., n] -> q int8 [..., n/256, 256], d f32 [..., n/256]."""
     b = _q8_k(x, ops)
-    return b.q.reshape(*b.d.shape, 256), b.d
+    return b.q.reshape(*b.d.shape, 4, 2, 32).swapaxes(-3, -2).reshape(*b.d.shape, 256), b.d
 
 
 def _q8_0(x, ops) -> Blocks:
@@ -48,11 +50,16 @@ def _q8_0(x, ops) -> Blocks:
 
 
 def _q8_k(x, ops) -> Blocks:
-    q, d = ops.empty(x.shape, np.int8), ops.empty((*x.shape[:-1], x.shape[-1] // 256), np.float32)
-    sums = ops.empty((*x.shape[:-1], x.shape[-1] // 16), np.int16)
-    n_rows, n = x.size // x.shape[-1], x.shape[-1]
-    ops.launch("quantize_q8_k", (_warps(x.size // 256, ops),), 256, x, q, d, sums, n_rows, n, row_stride(x))
-    return Blocks(q, d, sums)
+    blocks, n = empty_q8_k(x, ops), x.shape[-1]
+    ops.launch("quantize_q8_k", (_warps(x.size // 256, ops),), 256, x, *blocks, x.size // n, n, row_stride(x))
+    return blocks
+
+
+def empty_q8_k(x, ops) -> Blocks:
+    """Room for the Q8_K blocks of x."""
+    *rows, n = x.shape
+    shapes = (x.shape, np.int8), ((*rows, n // 256), np.float32), ((*rows, n // 16), np.int16)
+    return Blocks(*(ops.empty(*s) for s in shapes))
 
 
 def _warps(n: int, ops) -> int:
@@ -85,9 +92,20 @@ def _round(x, kind: str, ops):
     return y
 
 
-def linear(x, w, *, ops):
-    """x [T,in], w [out,in] -> [T,out]."""
-    return _product(x, w, ops.empty((len(x), w.n_out), np.float32), ops)
+def linear(x, w, *, ops, to=None):
+    """x [T,in], w [out,in] -> [T,out]. to: a npglm.gpu.collective.Outbox, which a product of few tokens may use."""
+    return _product(x, w, ops.empty((len(x), w.n_out), np.float32), ops, to=to)
+
+
+def linear_beside(x, w, other, its_w, ops):
+    """linear(x, w), of one token; where its kernel can, the Q8_K blocks of `other`, which its_w will be multiplied with, come with it."""
+    y = ops.empty((len(x), w.n_out), np.float32)
+    wanted = its_w.fast and BLOCK_KIND[its_w.type] == "q8_k" and other.flags.c_contiguous
+    if not (wanted and w.fast and len(x) == 1 and rounds_itself(x, w, ops)):
+        return _product(x, w, y, ops)
+    blocks = empty_q8_k(other, ops)
+    ops.remember(("q8_k",), other, lambda: blocks)
+    return _rounding(x, w, y, 1, 1, ops, other, blocks)
 
 
 def linear_heads(x, w, *, ops, out=None):
@@ -101,12 +119,12 @@ def linear_experts(x, w, experts, *, ops):
     return _product(x, w, ops.empty((*experts.shape, w.n_out), np.float32), ops, experts)
 
 
-def _product(x, w, y, ops, experts=None):
+def _product(x, w, y, ops, experts=None, to=None):
     n_tokens, n_pairs, n_in, n_out = len(x), y.size // w.n_out, w.n_in, w.n_out
     x_div = n_pairs // (x.size // n_in)  # K where one row of x serves all experts of its token
     n_matrices = 1 if experts is not None else w.n_matrices
     if w.fast and n_tokens <= FEW_TOKENS:
-        return _matvec(x, w, y, n_pairs, n_matrices, x_div, experts, ops)
+        return _matvec(x, w, y, n_pairs, n_matrices, x_div, experts, ops, to)
     a = round_activations(x, w, ops)
     shape = (n_in, n_out, n_matrices, x_div)
     if w.type == "f32" and n_tokens <= FEW_TOKENS and experts is None and n_matrices == 1 and n_in % 4 == 0:
@@ -162,14 +180,11 @@ def matmul_bytes(variant: dict) -> int:
     return variant["STAGES"] * stage + 8 * tokens
 
 
-def _matvec(x, w, y, n_pairs: int, n_matrices: int, x_div: int, experts, ops):
+def _matvec(x, w, y, n_pairs: int, n_matrices: int, x_div: int, experts, ops, to):
     """The product of few tokens; that of each head, into an array of its own, comes with its Q8_0 blocks."""
     one_each = experts is None and (n_matrices > 1 or n_pairs == 1)  # a row of activations per matrix
-    if one_each and rounds_itself(x, w, ops):
-        grid, variant = matvec_grid(w, ROWS=2, BLOCK=256)
-        args = (w.w, w.d, x, y, w.n_out, n_matrices, row_stride(x), row_stride(y))
-        ops.launch(f"matvec_rounding_{w.type}", (grid, n_pairs), variant["BLOCK"], *args, **variant)
-        return y
+    if one_each and to is None and rounds_itself(x, w, ops):  # with `to` all ranks do alike, however long their rows are
+        return _rounding(x, w, y, n_pairs, n_matrices, ops)
     a = round_activations(x, w, ops)
     tokens = tokens_at_once(n_pairs) if experts is None and n_matrices == 1 else 1
     blocks = n_matrices > 1 and ops.fused and w.n_out % 32 == 0 and y.flags.c_contiguous
@@ -178,8 +193,19 @@ def _matvec(x, w, y, n_pairs: int, n_matrices: int, x_div: int, experts, ops):
     if blocks:
         q, d = ops.empty(y.shape, np.int8), ops.empty((*y.shape[:-1], w.n_out // 32), np.float16)
         ops.remember(("q8_0",), y, lambda: Blocks(q, d))
-    args = (*w.parts, *a, experts, y, q, d, n_pairs, w.n_out, n_matrices, x_div, row_stride(y))
+    sent = to.send(y) if to else NOWHERE
+    args = (*w.parts, *a, experts, y, q, d, n_pairs, w.n_out, n_matrices, x_div, row_stride(y), *sent)
     ops.launch(f"matvec_{w.type}", (grid, -(-n_pairs // tokens)), variant["BLOCK"], *args, **variant)
+    return y
+
+
+def _rounding(x, w, y, n_pairs: int, n_matrices: int, ops, beside=None, blocks=(None,) * 3):
+    """The product of rows that it rounds itself. beside: an array, contiguous, whose Q8_K blocks are made in the same launch."""
+    grid, variant = matvec_grid(w, ROWS=2, BLOCK=256)
+    n = 0 if beside is None else beside.size
+    args = (w.w, w.d, x, y, w.n_out, n_matrices, row_stride(x), row_stride(y), beside, *blocks, n)
+    grid = (grid + _warps(n // 256, ops), n_pairs)
+    ops.launch(f"matvec_rounding_{w.type}", grid, variant["BLOCK"], *args, **variant)
     return y
 
 
@@ -200,8 +226,9 @@ def matvec_grid(w, **defines) -> tuple[int, dict]:
     group = 64 if units >= 1024 else 32
     if units < 64:  # 4 units a thread
         group = max(4, 1 << max(0, (units // 4).bit_length() - 1))
-    shape = {"BLOCK": 64 if group == 64 else 128, "GROUP": group, "ROWS": 1, "TOKENS": 1, "CHOSEN": 1}
+    shape = {"BLOCK": 64 if group == 64 else 128, "GROUP": group, "ROWS": 1, "TOKENS": 1, "CHOSEN": 1, "REFILL": 1}
     variant = {"TYPE": w.type, "N_IN": w.n_in, "RING": RING[w.type]} | shape | defines
     if variant.pop("WHOLE_BLOCKS", False):
         variant["ROWS"] = max(1, 32 * variant["GROUP"] // variant["BLOCK"])
+    variant["ROWS"] = min(variant["ROWS"], w.n_out)
     return -(-w.n_out // (variant["BLOCK"] // variant["GROUP"] * variant["ROWS"])), variant

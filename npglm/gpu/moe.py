@@ -7,13 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from npglm.gpu.device import LaunchError
-from npglm.gpu.matmul import FEW_TOKENS, UNIT_VALUES, matvec_grid, round_activations
+from npglm.gpu.matmul import FEW_TOKENS, NOWHERE, UNIT_VALUES, linear_beside, matvec_grid, round_activations
 from npglm.trace.probes import NO_PROBE
 
 GATE_ROWS = {"q8_0": 1, "q2_k": 2}  # that a group of matvec_gate_up_swiglu makes
-DOWN = {"BLOCK": 256, "GROUP": 32, "ROWS": 4}  # of matvec_down_combine, whose groups share a block's rows
+# Of matvec_down_combine, whose groups share a block's rows.
+DOWN = {
+    "q8_0": {"BLOCK": 256, "GROUP": 32, "ROWS": 4}, "q2_k": {"BLOCK": 256, "GROUP": 32, "ROWS": 8, "RING": 4, "REFILL": 2},
+}  # fmt: skip
 MIN_WEIGHT_SUM = 6.103515625e-5  # reference/ops/moe.py
+NO_ROUTE = (None,) * 4 + (0,) * 5  # of matvec_gate_up_swiglu: no token is routed meanwhile
 
 
 def select_experts(biased, k: int, *, ops):
@@ -25,13 +28,13 @@ def select_experts(biased, k: int, *, ops):
 
 
 def _candidate_bytes(n: int, k: int, ops) -> int:
-    """Shared memory in which k of n are chosen: raw_kernels/moe.hip."""
+    """Shared memory in which k of n are chosen: raw_kernels/router.hip."""
     lanes = ops.device.lanes
     return 8 * -(-n // lanes) * min(k, lanes)
 
 
 def route(h, w, config, probe=NO_PROBE, *, ops):
-    """h [T,D] -> experts int32 [T,K], weights [T,K]."""
+    """h [T,D] -> experts int32 [T,K], weights [T,K]. Fused, the shared expert's gate_up_swiglu() comes with it, and is remembered."""
     c = config
     logits = ops.linear(h, w.ffn_gate_inp)  # [T,E]
     probe("ffn_moe_logits", logits)
@@ -44,6 +47,11 @@ def route(h, w, config, probe=NO_PROBE, *, ops):
     shared = _candidate_bytes(n, c.n_chosen, ops) + 8 * n + 4 * c.n_chosen
     outputs = (probs, biased, experts, weights, norm, scaled)
     limits = (n, c.n_chosen, c.expert_norm, MIN_WEIGHT_SUM, c.expert_scale)
+    gate, up = getattr(w, "ffn_gate_shexp", None), getattr(w, "ffn_up_shexp", None)
+    if gate and _fusible(h, gate, up, ops):
+        x = _fused_gate_up(h, gate, up, None, ops, (logits, w.exp_probs_b, experts, scaled, *limits), shared)
+        ops.remembered[("gate_up",)] = [(h, (gate, x))]
+        return experts, scaled
     ops.launch("route_f32", (n_tokens,), 256, logits, w.exp_probs_b, *outputs, *limits, shared=shared)
     if not ops.fused:
         probe("ffn_moe_probs", probs)
@@ -78,7 +86,8 @@ def _tiles(first, n_experts: int, width: int, n_pairs: int, ops):
 def gate_up_swiglu(h, gate, up, probe=NO_PROBE, *, ops):
     """h [T,D], gate and up [F,D] -> [T,F]."""
     if _fusible(h, gate, up, ops):
-        return _fused_gate_up(h, gate, up, None, ops)
+        known, x = ops.recall(("gate_up",), h) or (None, None)
+        return x if known is gate else _fused_gate_up(h, gate, up, None, ops)
     g = ops.linear(h, gate)
     probe("ffn_gate", g)
     u = ops.linear(h, up)
@@ -105,14 +114,17 @@ def _fusible(h, gate, up, ops) -> bool:
     return ops.fused and gate.fast and gate.type == up.type and len(h) <= FEW_TOKENS
 
 
-def _fused_gate_up(h, gate, up, experts, ops, settled=False):
-    """settled: experts were not written by the last kernel, so that their weights may be fetched before it ends."""
+def _fused_gate_up(h, gate, up, experts, ops, routing=NO_ROUTE, shared=0):
+    """routing: the arguments with which each token is routed meanwhile, shared: the bytes of shared memory that this takes."""
     y = ops.empty(((len(h),) if experts is None else experts.shape) + (gate.n_out,), np.float32)
     n_pairs = y.size // gate.n_out
     a = round_activations(h, gate, ops)
+    n_chosen = n_pairs // len(h)
     grid, variant = matvec_grid(gate, ROWS=GATE_ROWS[gate.type])
-    args = (*gate.parts, *up.parts, *a, experts, y, gate.n_out, n_pairs // len(h), settled)
-    ops.launch(f"matvec_gate_up_swiglu_{gate.type}", (grid, n_pairs), variant["BLOCK"], *args, **variant)
+    settled = experts is not None and ops.device.settled(experts)  # their weights may be fetched before the last kernel ends
+    args = (*gate.parts, *up.parts, *a, experts, y, gate.n_out, n_chosen, settled, *routing)
+    grid = (grid + (routing is not NO_ROUTE), n_chosen, len(h))
+    ops.launch(f"matvec_gate_up_swiglu_{gate.type}", grid, variant["BLOCK"], *args, shared=shared, **variant)
     return y
 
 
@@ -132,30 +144,34 @@ def moe_down_combine(x, down, experts, weights, probe=NO_PROBE, *, ops):
     return ops.combine_experts(y, weights)
 
 
-def _down_and_add(x, down, experts, weights, ops, beside=None, settled=False):
-    """moe_down_combine, plus `beside` [T,D] if there is one. settled: see _fused_gate_up."""
+def _down_and_add(x, down, experts, weights, ops, beside=None, to=None):
+    """moe_down_combine, plus `beside` [T,D] if there is one. to: a npglm.gpu.collective.Outbox."""
     if not down.fast or len(x) > FEW_TOKENS:
         routed = ops.combine_experts(ops.linear_experts(x, down, experts), weights)
         return routed if beside is None else ops.add(routed, beside)
     out = ops.empty((len(x), down.n_out), np.float32)
     a = round_activations(x, down, ops)
     units = down.n_in // UNIT_VALUES[down.type]
-    group = min(DOWN["GROUP"], max(4, 1 << units.bit_length() - 1))  # no more threads than there are units in a row
-    _, variant = matvec_grid(down, **DOWN | {"GROUP": group}, CHOSEN=experts.shape[1])
-    args = (*down.parts, *a, experts, weights, beside, out, down.n_out, settled)
-    ops.launch(f"matvec_down_combine_{down.type}", (-(-down.n_out // DOWN["ROWS"]), len(x)), variant["BLOCK"], *args, **variant)
+    shape, n_chosen = DOWN[down.type], experts.shape[1]
+    group = min(shape["GROUP"], max(4, 1 << units.bit_length() - 1))  # no more threads than there are units in a row
+    block = min(shape["BLOCK"], -(-n_chosen * group // 64) * 64)  # nor groups than choices
+    _, variant = matvec_grid(down, **shape | {"GROUP": group, "BLOCK": block}, CHOSEN=n_chosen)
+    settled = ops.device.settled(experts)
+    args = (*down.parts, *a, experts, weights, beside, out, down.n_out, settled, *(to.send(out) if to else NOWHERE))
+    grid = (-(-down.n_out // variant["ROWS"]), len(x))
+    ops.launch(f"matvec_down_combine_{down.type}", grid, variant["BLOCK"], *args, **variant)
     return out
 
 
-def dense_ffn(h, w, probe=NO_PROBE, *, ops):
-    """h [T,D] -> [T,D]."""
-    return ops.linear(ops.gate_up_swiglu(h, w.ffn_gate, w.ffn_up, probe=probe), w.ffn_down)
+def dense_ffn(h, w, probe=NO_PROBE, *, ops, to=None):
+    """h [T,D] -> [T,D]. to: see linear."""
+    return ops.linear(ops.gate_up_swiglu(h, w.ffn_gate, w.ffn_up, probe=probe), w.ffn_down, to=to)
 
 
-def moe_ffn(h, w, config, probe=NO_PROBE, *, ops):
-    """h [T,D] -> [T,D]: routed experts + shared expert."""
+def moe_ffn(h, w, config, probe=NO_PROBE, *, ops, **to):
+    """h [T,D] -> [T,D]: routed experts + shared expert. to: see moe_experts."""
     experts, weights = ops.route(h, w, config, probe=probe)
-    return ops.moe_experts(h, w, experts, weights, probe=probe)
+    return ops.moe_experts(h, w, experts, weights, probe=probe, **to)
 
 
 def local_experts(experts, first: int, count: int, *, ops):
@@ -165,21 +181,13 @@ def local_experts(experts, first: int, count: int, *, ops):
     return local
 
 
-def moe_experts(h, w, experts, weights, probe=NO_PROBE, *, ops):
-    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router. An expert of -1 adds 0."""
+def moe_experts(h, w, experts, weights, probe=NO_PROBE, *, ops, to=None):
+    """h [T,D], experts int32 [T,K], weights [T,K] -> [T,D]: the part of moe_ffn after the router. An expert of -1 adds 0. to: see linear."""
     if ops.fused:
-        before = ops.device.launches
-        shared = ops.dense_ffn(h, shared_expert(w))  # [T,D]: first, as it need not wait for the router
-        # What makes `settled` true below: a kernel of the shared expert stands between the one that writes experts and the routed
-        # gate and up. It waits until experts are complete, and no kernel after it starts before.
-        if ops.device.launches == before:
-            raise LaunchError("moe_experts: the shared expert launches no kernel, so that experts may not be read early")
-        gate, up = w.ffn_gate_exps, w.ffn_up_exps
-        if _fusible(h, gate, up, ops):
-            x = _fused_gate_up(h, gate, up, experts, ops, settled=True)  # [T,K,G]
-        else:
-            x = ops.moe_gate_up_swiglu(h, gate, up, experts)
-        return _down_and_add(x, w.ffn_down_exps, experts, weights, ops, shared, settled=True)
+        x_shared = ops.gate_up_swiglu(h, w.ffn_gate_shexp, w.ffn_up_shexp)  # [T,F]: of few tokens route() has made it
+        x = ops.moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts)  # [T,K,G]
+        shared = linear_beside(x_shared, w.ffn_down_shexp, x, w.ffn_down_exps, ops)  # [T,D]
+        return _down_and_add(x, w.ffn_down_exps, experts, weights, ops, shared, to)
     x = ops.moe_gate_up_swiglu(h, w.ffn_gate_exps, w.ffn_up_exps, experts, probe=probe)  # [T,K,G]
     routed = ops.moe_down_combine(x, w.ffn_down_exps, experts, weights, probe=probe)  # [T,D]
     probe("ffn_moe_out", routed)

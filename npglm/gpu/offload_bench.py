@@ -1,8 +1,8 @@
 """Benchmark of --offload-experts at full width: random routed experts in host memory, random weights of all else on the device.
 
-offload_bench("glm-5.2", layers) prints the host's read bandwidth measured in the same run, the bytes of experts that a token
-reads there, decode and its share of what that bandwidth allows, and how long a layer's experts take for more tokens, on the
-host and through the device (npglm/offload.py: STREAM_TOKENS). scripts/bench.py calls it.
+offload_bench("glm-5.2", layers) prints the bytes of experts that a token reads in host memory (the device keeps none), the bandwidth
+of as many threads that only read, right before and after, decode and its share of what that allows, and how long a layer's
+experts take for more tokens, on the host and through the device (npglm/offload.py: STREAM_TOKENS). scripts/bench.py calls it.
 """
 
 import os
@@ -54,7 +54,7 @@ class WithHostExperts(Random):
     def layer(self, config, i: int) -> SimpleNamespace:
         layer = super().layer(config, i)
         if config.is_moe(i):
-            self.ops.attach(layer, {name: getattr(layer, name) for name in EXPERTS})
+            self.ops.attach(layer, {name: getattr(layer, name) for name in EXPERTS}, stay=True)
         return layer
 
 
@@ -75,11 +75,11 @@ def offload_bench(shape: str = "glm-5.2", layers: int = 11, threads: int | None 
     n_threads = ops.cpu.n_threads
     token_bytes = one_layer * whole.n_chosen // whole.n_experts  # of a layer
     random = WithHostExperts(ops, n_moe * one_layer)
-    read = read_bandwidth(n_threads, data=random.memory)
-    say(f"{ops.device.name}, {n_threads} threads reading host memory at {read / 1e9:.0f} GB/s")
-    say(f"a token reads {token_bytes / 1e6:.1f} MB of experts per layer, which takes {token_bytes / read * 1e3:.3f} ms")
     weights = random.model(config)
-    figures = {"device": ops.device.name, "threads": n_threads, "read_gbs": read / 1e9, "layers": layers}
+    fetched = config.n_chosen // ops.fetched if weights.layers[-1].in_place else 0
+    say(f"{ops.device.name}, {n_threads} threads; of a token's {config.n_chosen} experts the GPU takes {fetched}")
+    figures = {"device": ops.device.name, "threads": n_threads, "layers": layers, "fetched": fetched}
+    read = read_bandwidth(n_threads, data=random.memory)
 
     few = cut(config, layers - n_moe // 2)
     ms = []
@@ -94,6 +94,10 @@ def offload_bench(shape: str = "glm-5.2", layers: int = 11, threads: int | None 
             times.append(time.perf_counter() - started)
         ms.append(float(np.median(times)) * 1e3)
         del decoder, cache
+    read = max(read, read_bandwidth(n_threads, data=random.memory))  # others use the host too
+    figures["read_gbs"] = read / 1e9
+    takes = f"{token_bytes / read * 1e3:.3f} ms at {read / 1e9:.0f} GB/s"
+    say(f"a token reads {token_bytes / 1e6:.1f} MB of experts per layer: {takes}, what as many threads reach that only read")
     per_layer = (ms[0] - ms[1]) / (config.n_layers - few.n_layers)
     total = ms[0] + per_layer * (whole.n_layers - layers)
     allowed = read / (n_moe * token_bytes)

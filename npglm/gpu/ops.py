@@ -11,8 +11,8 @@ from npglm.gpu import attention, elementwise, indexer, matmul, moe, sample, weig
 
 VERBS = (
     elementwise.embed, elementwise.rms_norm, elementwise.add_norm, elementwise.layer_norm, elementwise.rope_table, elementwise.rope,
-    matmul.linear, matmul.linear_heads, matmul.linear_experts, elementwise.store, attention.queries, attention.latents, indexer.indexer_score,
-    indexer.select_top_k, indexer.indexer, attention.attention, elementwise.add, elementwise.scale, elementwise.sigmoid,
+    matmul.linear, matmul.linear_heads, matmul.linear_experts, elementwise.store, attention.queries, attention.latents, attention.projections,
+    indexer.indexer_score, indexer.select_top_k, indexer.indexer, attention.attention, attention.attend, elementwise.add, elementwise.scale, elementwise.sigmoid,
     elementwise.swiglu, moe.select_experts, moe.route, moe.expert_tiles, moe.gate_up_swiglu, moe.moe_gate_up_swiglu,
     moe.combine_experts, moe.moe_down_combine, moe.dense_ffn, moe.local_experts, moe.moe_experts, moe.moe_ffn, matmul.quantize_q8_0,
     matmul.quantize_q8_k, sample.sample,

@@ -18,7 +18,7 @@ CHUNK_BYTES = STAGE_BYTES  # read from the file and moved at a time
 
 @dataclass
 class Weight:
-    """shape row-major as in the file. Fast: w, scales (Q2_K), d as raw_kernels/matvec.hip says. Otherwise w is uint8
+    """shape row-major as in the file. Fast: w, scales (Q2_K), d as raw_kernels/dots.hip says. Otherwise w is uint8
     [rows, row_bytes] and `grid` the type's table of gguf.quants, or None."""
 
     name: str
@@ -66,6 +66,12 @@ def part_shapes(kind: str, n_rows: int, n_in: int) -> tuple[tuple, tuple | None,
     if kind == "q8_0":
         return (n_rows, n_in), None, (n_rows, n_in // 32)
     return (n_rows, n_in // 4), (n_rows, n_in // 16), (n_rows, n_in // 256, 2)
+
+
+def empty_parts(kind: str, n_rows: int, n_in: int, device) -> list:
+    """Room for a fast weight."""
+    shapes = part_shapes(kind, n_rows, n_in)
+    return [s and device.empty(s, t) for s, t in zip(shapes, (np.uint8, np.uint8, np.float16), strict=True)]
 
 
 def split(raw, kind: str, w, scales, d) -> None:
@@ -120,8 +126,7 @@ def upload(tensor, device, fast: bool, done=lambda n_bytes: None):
     fast = fast and kind in FAST_TYPES
     step = max(1, CHUNK_BYTES // row_bytes)
     if fast:
-        shapes = part_shapes(kind, n_rows, tensor.shape[-1])
-        parts = [s and device.empty(s, t) for s, t in zip(shapes, (np.uint8, np.uint8, np.float16), strict=True)]
+        parts = empty_parts(kind, n_rows, tensor.shape[-1], device)
     else:
         parts = [device.empty((n_rows, row_bytes), np.uint8), None, None]
     for first in range(0, n_rows, step):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from reference.numerics import F32, Numerics
-from reference.ops.attention import attention, latents, queries
+from reference.ops.attention import attend, attention, latents, projections, queries
 from reference.ops.elementwise import add, sigmoid, swiglu
 from reference.ops.embed import embed
 from reference.ops.indexer import indexer, indexer_score, select_top_k
@@ -31,8 +31,8 @@ from reference.ops.store import store
 from reference.weights import WeightCache
 
 VERBS = (
-    embed, rms_norm, add_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents,
-    indexer_score, select_top_k, indexer, attention, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
+    embed, rms_norm, add_norm, layer_norm, rope_table, rope, linear, linear_heads, linear_experts, store, queries, latents, projections,
+    indexer_score, select_top_k, indexer, attention, attend, add, sigmoid, swiglu, select_experts, route, gate_up_swiglu, moe_gate_up_swiglu,
     combine_experts, moe_down_combine, dense_ffn, local_experts, moe_experts, moe_ffn,
 )  # fmt: skip
 PARTS = (route_weights,)  # of route, for going on with another engine's experts; no twin of its own

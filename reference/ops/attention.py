@@ -7,6 +7,7 @@ from reference.numerics import F32, Numerics
 from reference.ops.matmul import linear, linear_heads
 from reference.ops.norm import rms_norm
 from reference.ops.rope import rope
+from reference.ops.store import store
 
 
 def queries(h, w, table, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray, np.ndarray]:
@@ -38,6 +39,13 @@ def latents(h, w, table, config, probe=NO_PROBE, num: Numerics = F32) -> np.ndar
     return np.concatenate([latent, k_pe], axis=-1)
 
 
+def projections(h, w, cache, table, pos, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray, np.ndarray]:
+    """h [T,D] normed hidden -> queries' q_a and q. Stores this call's latents in cache [capacity,R+P]."""
+    q_a, q = queries(h, w, table, config, probe, num)
+    store(cache, latents(h, w, table, config, probe, num), pos, num)
+    return q_a, q
+
+
 def attention(
     q: np.ndarray, cache: np.ndarray, top_k: np.ndarray, pos: np.ndarray, rank: int, scale: float, num: Numerics = F32
 ):
@@ -57,3 +65,12 @@ def attention(
         p = np.exp(score - score.max(-1, keepdims=True))  # [H,n]
         out[t] = (p / p.sum(-1, keepdims=True, dtype=num.acc)) @ k[:, :rank]  # [H,R]
     return num.result(out)
+
+
+def attend(q, w, cache, top_k, pos, config, probe=NO_PROBE, num: Numerics = F32) -> np.ndarray:
+    """q [T,H,R+P], cache [capacity,R+P], top_k int32 [T,n], pos int32 [T] -> [T,H*V]: attention, and its values from the latents."""
+    kqv = attention(q, cache, top_k, pos, config.kv_rank, config.attn_scale, num)  # [T,H,R]
+    probe("kqv", kqv)
+    kqv = linear_heads(kqv, w.attn_v_b, num=num).reshape(len(q), -1)
+    probe("kqv_out", kqv)
+    return kqv

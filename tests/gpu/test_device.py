@@ -49,6 +49,22 @@ def test_launch_checks(place):
     add(place, x, x, np.zeros(64, np.float32), grid=(0,))  # nothing to do
 
 
+def test_what_is_settled(place, monkeypatch):
+    """What the last launch wrote is not, nor what overlaps with it; nor the one before, if the last lets the next one start early."""
+    x, rows = np.ones(64, np.float32), np.zeros((4, 64), np.float32)
+    add(place, x, x, rows[1])
+    assert place.settled(x, rows[0], rows[2:], np.zeros((0, 64), np.float32))
+    assert not place.settled(x, rows[1])
+    assert not place.settled(rows[:, 3:9])
+    add(place, x, x, rows[2])
+    assert place.settled(rows[1])
+    monkeypatch.setattr(device, "LETS_NEXT_START", ("add_f32",))
+    add(place, x, x, rows[3])
+    assert place.settled(rows[1])
+    assert not place.settled(rows[2])
+    assert not place.settled(rows[3])
+
+
 def test_row_strides():
     wide = np.zeros((3, 4, 20), np.float32)
     assert rows_contiguous(wide[..., 4:9])
@@ -162,9 +178,19 @@ def test_a_broken_cupy_is_one_line(tmp_path, text):
 WEIGHT_AXES, WEIGHT_NAMES = {("W",), ("W/4",), ("D",), ("n_out", "n_in")}, {"weight", "kv_weight", "bias", "table", "grid"}
 
 
+# What kernels read before they wait, besides weights. Where settled is true: what their callers ask Device.settled about. Inboxes: other
+# GPUs fill them, and the kernel before changes no calls (npglm/gpu/collective.py).
+SETTLED = {
+    "attention_f16": ("cache", "top_k", "pos"), "rms_norm_blocks_f32": ("x",), "sum_rms_norm_blocks_f32": ("x",),
+    "matvec_gate_up_swiglu_": ("experts",), "matvec_down_combine_": ("experts",),
+}  # fmt: skip
+INBOXES = {"sum_rms_norm_blocks_f32": ("inboxes", "calls")}
+
+
 def faults_of_waiting(family: str, text: str) -> list[str]:
-    """What in a family's source breaks the rule of preamble.hip: before a kernel's wait_for_inputs() only its weights are touched, and
-    `experts` through expert_at() or after a wait of its own. Pointers may be compared with null, and copied."""
+    """What in a family's source breaks the rule of preamble.hip: before a kernel's wait_for_inputs() only its weights are touched, what
+    is INBOXES, after a wait of its own a pointer that it is for, and after `if (!settled)` what is SETTLED. Pointers may be compared with
+    null, and copied."""
     faults = []
     for head, body in re.findall(r"^(KERNEL [^{]*)\{\n(.*?)^\}", re.sub("//.*", "", text), re.MULTILINE | re.DOTALL):
         start, _, parameters = head.rpartition("(")
@@ -178,10 +204,13 @@ def faults_of_waiting(family: str, text: str) -> list[str]:
             faults.append(f"{name} may end before it waits")
         for parameter, argument in zip(parameters.split(","), kernel.arguments, strict=True):
             pointer = re.findall(r"\w+", parameter)[-1]
-            if argument.axes is None or argument.axes in WEIGHT_AXES or argument.name in WEIGHT_NAMES:
+            free = argument.name in WEIGHT_NAMES or pointer in INBOXES.get(name, ())
+            if argument.axes is None or argument.axes in WEIGHT_AXES or free:
                 continue
             early = before.partition(f"if ({pointer}) wait_for_inputs();")[0]
-            early = re.sub(rf"expert_at\(experts,|if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early)
+            if pointer in SETTLED.get(name, ()):
+                early = re.split(rf"if \((?:{pointer} && )?!settled\) wait_for_inputs\(\);", early)[0]
+            early = re.sub(rf"if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early)
             if re.search(rf"\b{pointer}\b", early):
                 faults.append(f"{name} touches {pointer} before it waits")
     return faults
@@ -205,6 +234,21 @@ def test_every_kernel_waits_for_its_inputs(family):
 def test_the_rule_of_waiting(early, fault):
     text = "KERNEL scale_f32(const float* x, float* out, long long n, float factor) {\n" + early + "  out[0] = x[0];\n}\n"
     assert faults_of_waiting("elementwise", text) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("early", "faults"),
+    [
+        ("  if (!settled) wait_for_inputs();\n  float first = x[0];\n", []),
+        ("  float first = x[0];\n  if (!settled) wait_for_inputs();\n", ["scale_f32 touches x before it waits"]),
+        ("  if (n && !settled) wait_for_inputs();\n  float first = x[0];\n", ["scale_f32 touches x before it waits"]),
+        ("  if (!settled) wait_for_inputs();\n  out[0] = x[0];\n", ["scale_f32 touches out before it waits"]),
+    ],
+)
+def test_the_rule_of_waiting_for_what_is_settled(monkeypatch, early, faults):
+    monkeypatch.setitem(SETTLED, "scale_f32", ("x",))
+    text = "KERNEL scale_f32(const float* x, float* out, long long n, float factor) {\n" + early + "  wait_for_inputs();\n}\n"
+    assert faults_of_waiting("elementwise", text) == faults
 
 
 def test_no_cupy_is_one_line(monkeypatch):

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +70,60 @@ def test_many_tokens_pass_through_the_device(model, monkeypatch):
     on_host = steps(ops, npglm.forward.forward, model, PROMPT, 2, plain.argmax(-1))
     assert len(calls) == 2 * sum(map(model.config.is_moe, range(4)))  # no more than before
     assert np.isfinite(on_host).all()
+
+
+@pytest.mark.parametrize("fetched", [1, 2])  # of 4
+def test_the_device_takes_some_experts(model, monkeypatch, fetched):
+    """Of one token's; what the host computes is the others. The same bits every time."""
+    ops, host = offloaded("ggml"), []
+    monkeypatch.setattr(ops.device, "in_place", lambda data: data, raising=False)
+    monkeypatch.setattr(ops, "fetched", 4 // fetched)
+    inner = ops.cpu.moe_experts
+    monkeypatch.setattr(
+        ops.cpu, "moe_experts", lambda h, w, experts, *more: host.append(experts.copy()) or inner(h, w, experts, *more)
+    )
+    plain = steps(op_set("ggml", "emulated"), npglm.forward.forward, model, PROMPT, 3)
+    mine = steps(ops, npglm.forward.forward, model, PROMPT, 3, plain.argmax(-1))
+    assert errors(mine, plain).max < 0.05
+    assert [(one < 0).sum(-1).max() for one in host] == [0 if len(one) > 1 else fetched for one in host]
+    assert (mine == steps(ops, npglm.forward.forward, model, PROMPT, 3, plain.argmax(-1))).all()
+    everything = [experts for experts in host if len(experts) == 1]
+    assert len(everything) == 2 * 2 * sum(map(model.config.is_moe, range(4)))
+
+
+def test_memory_that_does_not_suffice_stays_pageable(model, monkeypatch):
+    """Nothing is kept in memory for the device to read then."""
+    ops = offloaded("ggml")
+    monkeypatch.setattr(ops.device, "in_place", lambda data: pytest.fail("kept in memory"), raising=False)
+    monkeypatch.setattr(offload, "available_bytes", lambda: 1000)
+    assert all(w.in_place is None for w in ops.load(model).layers if hasattr(w, "in_place"))
+
+
+def test_words_of_the_file_that_are_not_aligned(model, monkeypatch):
+    """A file may align its tensors to 1 byte: the device does not read such experts in place."""
+    ops = offloaded("ggml")
+    monkeypatch.setattr(ops.device, "in_place", lambda data: data, raising=False)
+    layer, tensors = SimpleNamespace(), {name: getattr(model.weights.layers[3], name) for name in offload.EXPERTS}
+    ops.attach(layer, tensors, stay=True)
+    assert layer.in_place
+    down = tensors["ffn_down_exps"]
+    apart = np.zeros(down.data.size + 2, np.uint8)[2:].reshape(down.data.shape)
+    ops.attach(layer, tensors | {"ffn_down_exps": replace(down, data=apart)}, stay=True)
+    assert layer.in_place is None
+
+
+def test_what_interrupts_a_launch_spoils_no_later_step(model, monkeypatch):
+    """The host's number and the device's are the same again, also where the host had not begun to wait."""
+    ops = offloaded("ggml")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ops, "dense_ffn", interrupted)
+    w, h = ops.load(model).layers[3], ops.array(np.ones((1, model.config.hidden)), np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        ops.moe_ffn(h, w, model.config)
+    assert ops._meetings[True].ready == ops._meetings[True].done == 1
 
 
 def test_only_the_rest_is_moved(model, monkeypatch):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from npglm.gpu.attention import FEW_SHAPES, MANY_SHAPES
+from npglm.gpu.attention import FEW_SHAPES, MANY_SHAPES, MERGE
 from npglm.gpu.matmul import WHOLE_BLOCKS, matmul_variant, matvec_grid
 from npglm.gpu.moe import DOWN
 from npglm.gpu.weights import type_defines
@@ -17,19 +17,20 @@ MATVECS = (
     ("matvec", FAST_TYPES, 512, 256, WHOLE_BLOCKS),
     ("matvec_rounding", ("q8_0",), 192, 512, ROUNDING),
     ("matvec_rounding", ("q8_0",), 2048, 6144, ROUNDING),
+    ("matvec_merge", ("q8_0",), 512, 256, MERGE),
     ("matvec_projections", FAST_TYPES, 6144, 2048, {}),
     ("matvec_rope", FAST_TYPES, 2048, 16384, {"ROWS": 2, "GROUP": 8}),
     ("matvec_rope", FAST_TYPES, 2048, 4096, {"ROWS": 2}),
     ("matvec_ffn", ("q8_0",), 6144, 2048, {"ROWS": 1}),
     ("matvec_ffn", ("q2_k",), 6144, 2048, {"ROWS": 2}),
-    ("matvec_ffn", FAST_TYPES, 2048, 6144, DOWN),
+    *(("matvec_ffn", (kind,), 2048, 6144, DOWN[kind] | {"CHOSEN": 8}) for kind in FAST_TYPES),
 )
 MLA = {"RANK": 512, "ROPE": 64}
 
 
 def variants(types=DECODED_TYPES, max_shared=227 << 10):
     """(family, defines) pairs, every family among them."""
-    for family in ("elementwise", "activations", "matvec_f32", "moe", "topk", "sample", "norm_blocks", "exchange"):
+    for family in ("elementwise", "activations", "matvec_f32", "moe", "topk", "sample", "norm_blocks", "exchange", "host"):
         yield family, {}
     for kind in types:
         yield "embed", type_defines(kind)
@@ -38,11 +39,12 @@ def variants(types=DECODED_TYPES, max_shared=227 << 10):
         for kind in kinds:
             for tokens in (1, 2, 4, 8) if n_in == 6144 and family == "matvec" else (1,):
                 weight = SimpleNamespace(type=kind, n_in=n_in, n_out=n_out)
-                yield family, matvec_grid(weight, TOKENS=tokens, **asked | ({"CHOSEN": 8} if asked is DOWN else {}))[1]
+                yield family, matvec_grid(weight, TOKENS=tokens, **asked)[1]
     for kind in FAST_TYPES:
         for n_in in (6144, 2048, 16384, 512) + ((192,) if kind == "q8_0" else ()):
             for tokens in (32, 64, 128) if kind == "q8_0" else (32, 64):
                 yield "matmul", matmul_variant(kind, n_in, tokens, max_shared)
+        yield "fetch", type_defines(kind)
     yield "indexer", {"DIM": 128}
     yield "indexer_f16", {"DIM": 128, "HEADS": 32}
     yield "attention", MLA
@@ -66,6 +68,7 @@ NO_SPILL = frozenset(
         "norm_blocks",
         "matvec",
         "matvec_rounding",
+        "matvec_merge",
         "matvec_projections",
         "matvec_rope",
         "matvec_ffn",
@@ -77,6 +80,8 @@ NO_SPILL = frozenset(
         "sample",
         "matmul",
         "exchange",
+        "fetch",
+        "host",
     )
     or k.name in ("attention_f16", "attention_merge_f32", "embed_q8_0")
 )

@@ -1,10 +1,14 @@
 """Latent attention: dense and gathered, split and not, rows that must not be read."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from check import Op, both_numerics, every_place, tensor
 from gguf import GGMLQuantizationType as T
 from test_matmul import x_of
+
+from npglm.gpu.matmul import round_activations
 
 
 def case(n_tokens, heads, rank, rope, capacity, n, dtype, seed=1):
@@ -29,6 +33,31 @@ def case(n_tokens, heads, rank, rope, capacity, n, dtype, seed=1):
 def test_attention(place, numerics, splits, shape):
     op = Op(place, numerics)
     op.check("attention", *case(*shape, op.ops.cache_dtype), splits=splits)
+
+
+@every_place
+@both_numerics
+@pytest.mark.parametrize("kind", [T.Q8_0, T.Q2_K])
+@pytest.mark.parametrize(("n_tokens", "n"), [(1, 150), (2, 70), (1, 9), (17, 70)])
+def test_attend(place, numerics, kind, n_tokens, n):
+    """For few tokens one kernel puts the splits together and multiplies, with the bits of two; 9 rows are one split, Q2_K has other
+    kernels. The blocks that the next product takes come with it."""
+    op = Op(place, numerics)
+    q, cache, top_k, pos, rank, scale = case(n_tokens, 5, 256, 16, 160, n, op.ops.cache_dtype)
+    w = SimpleNamespace(attn_v_b=tensor(np.random.default_rng(2), kind, 5, 96, rank))
+    config = SimpleNamespace(kv_rank=rank, attn_scale=scale)
+    if n_tokens < 3:  # of more, some value lands on the other side of a rounding step
+        op.check("attend", q, w, cache, top_k, pos, config)
+    q, w, cache, top_k, pos = there = [op.there(v) for v in (q, w, cache, top_k, pos)]
+    y = op.ops.attend(*there, config)
+    expected = op.ops.linear_heads(op.ops.attention(q, cache, top_k, pos, rank, scale), w.attn_v_b)
+    assert op.ops.numpy(y).tobytes() == op.ops.numpy(expected).tobytes()
+    if place != "cpu" and numerics == "ggml":
+        assert op.ops.recall(("q8_0",), y) or kind != T.Q8_0 or n_tokens > 2 or n < 10
+        blocks = round_activations(y, SimpleNamespace(fast=True, type="q8_0"), op.ops)[:2]
+        for mine, its in zip(blocks, op.ops.quantize_q8_0(y), strict=True):
+            assert op.ops.numpy(mine).tobytes() == op.ops.numpy(its).tobytes()
+    op.ops.device.verify()
 
 
 @every_place

@@ -1,5 +1,7 @@
 """Embedding rows, cache rows, and the verbs of several small ones: queries, latents, the indexer."""
 
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,6 +64,23 @@ def test_queries_and_latents(place, numerics, n_tokens, q_rank):
 
 @every_place
 @both_numerics
+@pytest.mark.parametrize("n_tokens", [1, 34])
+@pytest.mark.parametrize("q_rank", [224, 512])
+def test_projections(place, numerics, n_tokens, q_rank):
+    """The queries, and the rows that it stores: the latents, nothing else."""
+    op, config, h = Op(place, numerics), config_of(q_rank), x_of(12, n_tokens, HIDDEN)
+    table, pos = op.twin.rope_table(POS[:n_tokens], config.rope, 8e6), POS[:n_tokens][::-1].copy()
+    empty = np.full((41, config.kv_rank + config.rope), np.nan, op.ops.cache_dtype)
+    before, after, mine, twin = (h, weights(config)), (table, pos, config), empty.copy(), empty.copy()
+    op.check("projections", *before, mine, *after, twin_args=(*before, twin, *after))
+    there = op.there(empty)
+    op.run_on("projections", *map(op.there, (h, weights(config))), there, *map(op.there, (table, pos)), config)
+    empty[pos] = op.run("latents", h, weights(config), table, config).astype(empty.dtype)
+    assert op.ops.numpy(there).tobytes() == empty.tobytes()
+
+
+@every_place
+@both_numerics
 @pytest.mark.parametrize("n_tokens", [1, 9, 34])
 @pytest.mark.parametrize("q_rank", [224, 512])
 def test_indexer(place, numerics, n_tokens, q_rank):
@@ -76,6 +95,62 @@ def test_indexer(place, numerics, n_tokens, q_rank):
     top_k = Op(place, numerics, traced=True).check("indexer", *args)
     assert top_k.shape == (n_tokens, min(config.indexer_top_k, pos[-1] + 1))
     assert [{i for i in row if i >= 0} for row in fused.tolist()] == [{i for i in row if i >= 0} for row in top_k.tolist()]
+
+
+class BesideFirst:
+    """Launches after a mark() wait for those beside() it: of the orders that a captured step allows the one furthest from the usual."""
+
+    def __init__(self, ops):
+        self.now, self.late = ops.launch, None
+        ops.launch, ops.device.mark, ops.device.beside = self.launch, self.mark, self.beside
+
+    def launch(self, *args, **more):
+        if self.late is None:
+            self.now(*args, **more)
+        else:
+            self.late.append(partial(self.now, *args, **more))
+
+    def mark(self):
+        self.make_up()
+        self.late = []
+        return self
+
+    def make_up(self):
+        late, self.late = self.late or (), None
+        for launch in late:
+            launch()
+
+    @contextmanager
+    def beside(self, mark):
+        late, self.late = self.late, None if mark else self.late
+        yield
+        self.late = late
+        self.make_up()
+
+
+@every_place
+@pytest.mark.parametrize("n_tokens", [1, 3])
+@pytest.mark.parametrize("dim", [64, 192])
+def test_an_indexer_after_projections(place, dim, n_tokens):
+    """As in a forward pass: it goes on from what projections has made, and needs nothing that was launched beside it. 192: more values
+    than one block of threads has."""
+    op, pos, h = Op(place), POS[:n_tokens], x_of(7, n_tokens, HIDDEN)
+    if place != "cpu":
+        BesideFirst(op.ops)
+    config = SimpleNamespace(**vars(config_of(512)) | {"indexer_dim": dim, "indexer_top_k": 2})
+    w, table = weights(config), op.twin.rope_table(pos, config.rope, 8e6)
+    found = []
+    for ops, there in ((op.ops, op.there), (op.twin, lambda value: value)):
+        cache, keys = np.zeros((41, config.kv_rank + config.rope), op.ops.cache_dtype), np.zeros((41, dim), op.ops.cache_dtype)
+        keys[:2] = x_of(6, 2, dim)
+        on, layer, angles, at, cache, keys = (there(v) for v in (h, w, table, pos, cache, keys))
+        q_a, _ = ops.projections(on, layer, cache, angles, at, config)
+        top_k = ops.indexer(on, q_a, layer, keys, angles, at, config)
+        found.append([op.ops.numpy(v) if ops is op.ops else v for v in (keys, top_k)])
+    (keys, top_k), (twin_keys, twin_top_k) = found
+    assert [{i for i in row if i >= 0} for row in top_k.tolist()] == [{i for i in row if i >= 0} for row in twin_top_k.tolist()]
+    assert np.abs(keys.astype(np.float32) - twin_keys.astype(np.float32)).max() < 2e-3
+    op.ops.device.verify()
 
 
 @every_place

@@ -8,7 +8,7 @@ from check import Op, both_numerics, every_place, tensor
 from gguf import GGMLQuantizationType as T
 from test_matmul import experts_of, x_of
 
-from npglm.gpu.device import LaunchError
+from raw_kernels import KERNELS
 
 CONFIG = SimpleNamespace(n_chosen=3, expert_norm=True, expert_scale=2.5)
 
@@ -133,9 +133,21 @@ def test_experts_that_are_not_here(place, numerics, traced, n_tokens):
         assert not made[experts < 0].any()
 
 
-def test_experts_must_be_settled(monkeypatch):
-    """The routed products read the choice early: a kernel must stand between."""
-    op, w, experts = Op("emulated-32"), ffn_weights(), experts_of(1, 11, 3)
-    monkeypatch.setattr(op.ops, "dense_ffn", lambda h, w: h)
-    with pytest.raises(LaunchError, match="shared expert launches no kernel"):
-        op.run("moe_experts", x_of(6, 1, 256), w, experts, np.abs(x_of(8, 1, 3)))
+def test_experts_are_read_early_only_where_they_are_settled():
+    """The routed products fetch weights before the kernel before them ends, unless that one makes the choice."""
+    op, launched = Op("emulated-32"), []
+    ops, launch = op.ops, op.ops.launch
+
+    def noted(name, grid, block, *args, **more):
+        names = [argument.name for argument in KERNELS[name].arguments]
+        if name.endswith("q2_k") and "settled" in names:
+            launched.append((name[:12], args[names.index("settled")]))
+        launch(name, grid, block, *args, **more)
+
+    ops.launch = noted
+    w, norm = op.there(ffn_weights()), op.there(tensor(np.random.default_rng(1), T.F32, 256))
+    h, other = (ops.rms_norm(op.there(x_of(seed, 1, 256)), norm, 1e-5) for seed in (5, 6))  # with their 8-bit blocks
+    chosen = ops.route(h, w, CONFIG)
+    ops.moe_experts(h, w, *chosen)
+    ops.moe_experts(other, w, *chosen)  # its shared expert's gate and up come between
+    assert launched == [("matvec_gate_", False), ("matvec_down_", True), ("matvec_gate_", True), ("matvec_down_", True)]

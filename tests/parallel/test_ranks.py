@@ -102,10 +102,17 @@ def test_the_same_answer_as_one_rank(place, model, experts, n, tmp_path):
         metrics.check(mine, twin, truth, what=f"logits of {n} ranks, --experts {experts}")
 
 
-@pytest.mark.parametrize(("place", "model", "experts", "n"), [on_gpus(c[-1], *c) for c in CASES])
+@pytest.mark.parametrize(
+    ("place", "model", "experts", "n"), [("cpu", "embedded", "tensor", 2), *(on_gpus(c[-1], *c) for c in CASES)]
+)
 def test_ggml_numerics_have_the_same_bits(place, model, experts, n, tmp_path):
-    """Where a sum is left to the norm behind it."""
-    assert np.isfinite(same_bits(place, model, experts, n, tmp_path, "ggml")["logits"]).all()
+    """Where a sum is left to the norm behind it. Rounding to 8 bits makes steps of what differs by an ulp, a part that is missing much more."""
+    run = same_bits(place, model, experts, n, tmp_path, "ggml")
+    alone = greedy(Model(npglm.load(MODELS[model]), forward, op_set(place, "ggml")), N)
+    same = np.cumprod(run["ids"] == alone["ids"]).sum() + 1  # steps that have the same tokens before them
+    away = np.linalg.norm(run["logits"] - alone["logits"], axis=-1) / np.linalg.norm(alone["logits"], axis=-1)
+    assert same >= 3
+    assert np.median(away[:same]) <= 0.2  # measured between backends: 0.005 and 0.05
 
 
 @pytest.mark.parametrize(("backend", "n"), [("cpu", 12), ("reference", 6), ("emulated", 3), on_gpus(2, 12)])
