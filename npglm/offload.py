@@ -36,6 +36,7 @@ class OffloadOps(GpuOps):
     """GpuOps whose weights' ffn_*_exps are npglm.cpu's. threads: of the host's part, default one per physical core.
 
     stream_from: so many tokens take the way through the device. fetched: the device takes one in so many of a single token's experts.
+    note: after load(), why it takes none where memory is the reason.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class OffloadOps(GpuOps):
     ):
         """progress is told how many of npglm.cpu's kernels are compiled."""
         self.cpu, self.stream_from = npglm.cpu.op_set(numerics, threads, progress), STREAM_TOKENS
-        self.fetched, self._places, self._meetings = FETCHED, {}, {}
+        self.fetched, self.note, self._places, self._meetings = FETCHED, None, {}, {}
         super().__init__(device, numerics, backend)
 
     def _bind(self) -> None:
@@ -53,12 +54,15 @@ class OffloadOps(GpuOps):
     def load(self, checkpoint, progress=None):
         """npglm.checkpoint.Checkpoint -> its weights; the routed experts are not moved. progress(done, total): bytes moved, then those
         of experts that from here on stay in the host's memory."""
-        room = KEPT * available_bytes()
+        free = available_bytes()
         loaded = weights.load(checkpoint, self.device, fast=self.rounds, progress=progress, leave=EXPERTS)
         layers = [pair for pair in zip(loaded.layers, checkpoint.weights.layers, strict=True) if hasattr(pair[1], EXPERTS[0])]
         total = sum(getattr(here, name).nbytes for _, here in layers for name in EXPERTS)
+        stay = total <= KEPT * free
+        if self.rounds and not stay:
+            self.note = f"{total / 1e9:.1f} GB of experts, {free / 1e9:.1f} GB of host memory free: the GPU takes none of them"
         for i, (there, here) in enumerate(layers, 1):
-            self.attach(there, {name: getattr(here, name) for name in EXPERTS}, stay=total <= room)
+            self.attach(there, {name: getattr(here, name) for name in EXPERTS}, stay)
             if progress and there.in_place:
                 progress(total * i // len(layers), total)
         self.compile()

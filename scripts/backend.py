@@ -45,6 +45,8 @@ def open_model(args, checkpoint, ranks, traced: bool = False) -> Model:
         checkpoint, ops = parallel.share(checkpoint, ops, ranks, args.experts or "tensor")
     with LoadProgress() as progress:
         model = Model(checkpoint, forward, ops.traced() if traced else ops, progress)
+    if getattr(ops, "note", None):
+        print(f"note: {ops.note}", file=sys.stderr)
     if args.check_shards:
         n = parallel.check_shards(model.weights, checkpoint, ops)
         print(f"note: each of {ranks.world} ranks holds its part of {n} tensors, byte for byte", file=sys.stderr)

@@ -97,6 +97,7 @@ def test_memory_that_does_not_suffice_stays_pageable(model, monkeypatch):
     monkeypatch.setattr(ops.device, "in_place", lambda data: pytest.fail("kept in memory"), raising=False)
     monkeypatch.setattr(offload, "available_bytes", lambda: 1000)
     assert all(w.in_place is None for w in ops.load(model).layers if hasattr(w, "in_place"))
+    assert ops.note.endswith("0.0 GB of host memory free: the GPU takes none of them")
 
 
 def test_words_of_the_file_that_are_not_aligned(model, monkeypatch):
