@@ -13,6 +13,12 @@ from npglm.errors import NpglmError
 # A parallel region costs about 2 us with OpenMP or TBB; Numba's own workqueue takes 120.
 config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
+# Between two regions libgomp's threads spin, 300,000 times or 2 ms by default, before they sleep. Where another program has one of the
+# cores, nearly every region then takes that long. libgomp reads this when it is loaded, which the first region does.
+SPINS = 30_000  # some 0.2 ms: longer than what lies between regions
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+
 
 @partial(entry, parallel=True)
 def on_all_threads(kernel, arguments, n_threads):

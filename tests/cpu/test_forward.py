@@ -116,6 +116,17 @@ def test_decoding_allocates_nothing(small):
     assert not model.ops._workspace[workspace.FAILED]
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_threads_wait_as_asked(given, spins):
+    """They sleep soon where other programs run too, unless the environment says how to wait."""
+    code = "import os, npglm.cpu.threads; print(os.environ.get('GOMP_SPINCOUNT'))"
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    run = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == spins
+
+
 def test_tiers_are_known():
     assert npglm.cpu.tier() in npglm.cpu.tiers()
     assert npglm.cpu.tiers()[-1] == "plain"
