@@ -1,6 +1,7 @@
 """What every script shares: one-line errors with exit status 2, Ctrl-C with 130, outputs that appear whole or not at all."""
 
 import argparse
+import atexit
 import contextlib
 import os
 import signal
@@ -38,6 +39,7 @@ def run(main, argv=None, ranks: bool = False) -> int:
     """
     _repair_streams()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished outputs are taken away
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Ctrl-C once all is done would kill Python's own exit
     program = Path(sys.argv[0]).name
     others = None
     try:

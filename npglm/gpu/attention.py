@@ -46,7 +46,8 @@ def latent_start(h, w, table, config, ops, pos=None, cache=None):
     if not _start_fits(h, w, config, ops):
         return None
     start = ops.recall(("start",), h)
-    if start is None or start.w is not w or start.table is not table or start.cache is not cache is not None:
+    elsewhere = start and (start.w is not w or start.table is not table or (cache is not None and start.cache is not cache))
+    if not start or elsewhere:
         start = _start(h, w, table, cache, ops)
         _latent_norms(start, config, pos, ops)
     return start
