@@ -82,7 +82,6 @@ __attribute__((noipa)) void resume(int t) {
     arrive_in_scheduler();
     return;
   }
-  if (!f->stack) f->stack = (char*)malloc(STACK_BYTES);
   leave_to(f);
   if (f->started) jump(f->jump);
   f->started = true;
@@ -144,8 +143,12 @@ __attribute__((no_sanitize_address, noinline)) void emu_poison(char* from, char*
   for (volatile char* p = from; p < to; p++) *p = (char)0xff;
 }
 
-// Runs all blocks one after the other. Returns 0, or 1 with a message in emu_error().
+// Runs all blocks one after the other. Returns 0, 1 with a message in emu_error(), or 2 when there is no memory.
 int emu_launch(void (*kernel)(void**), void** arguments, const unsigned* grid, int n_threads, long shared_bytes) {
+  for (int t = 0; t < n_threads; t++)
+    if (!emu::fibers[t].stack && !(emu::fibers[t].stack = (char*)malloc(emu::STACK_BYTES))) return 2;
+  char* shared = emu::dynamic_shared = shared_bytes ? (char*)aligned_alloc(64, (shared_bytes + 63) / 64 * 64) : nullptr;
+  if (shared_bytes && !shared) return 2;
 #if defined(__x86_64__)
   unsigned csr = _mm_getcsr();
   _mm_setcsr(csr | 0x8040);  // f32 subnormals are flushed, as CuPy's options make GPUs do
@@ -154,7 +157,6 @@ int emu_launch(void (*kernel)(void**), void** arguments, const unsigned* grid, i
   emu::arguments = arguments;
   emu::n_threads = n_threads;
   emu::error[0] = 0;
-  char* shared = emu::dynamic_shared = shared_bytes ? (char*)aligned_alloc(64, (shared_bytes + 63) / 64 * 64) : nullptr;
   for (int i = 0; i < 3; i++) emu::grid[i] = grid[i];
   bool good = true;
   for (unsigned z = 0; z < grid[2] && good; z++)

@@ -46,7 +46,8 @@ class Emulated(Device):
         return np.empty(shape, dtype)
 
     def array(self, values, dtype):
-        return np.ascontiguousarray(values, dtype)
+        array = np.ascontiguousarray(values, dtype)
+        return array if array.ctypes.data % 16 == 0 else array.copy()  # a file's tensors may lie anywhere
 
     def numpy(self, array) -> np.ndarray:
         return array
@@ -71,7 +72,10 @@ class Emulated(Device):
             *(h.ctypes.data if isinstance(h, np.ndarray) else ctypes.addressof(h) for h in held)
         )
         function = getattr(library, f"run_{kernel.name}")
-        if library.emu_launch(function, pointers, (ctypes.c_uint * 3)(*grid), block, ctypes.c_long(shared)):
+        status = library.emu_launch(function, pointers, (ctypes.c_uint * 3)(*grid), block, ctypes.c_long(shared))
+        if status == 2:
+            raise MemoryError
+        if status:
             raise RuntimeError(f"{kernel.name}: {library.emu_error().decode()}")
 
 

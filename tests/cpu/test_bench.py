@@ -1,5 +1,6 @@
 """scripts/bench.py as a person runs it, on a model that takes no time."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,13 +11,18 @@ import pytest
 from gguf import GGMLQuantizationType as T
 from synth import random_blocks
 
+import npglm
 from npglm.cpu import bench
+from npglm.cpu.ops import CpuOps
+from npglm.errors import NpglmError
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests/golden/small.Q2_K.gguf"
 
 
-@pytest.mark.parametrize("options", ["--offload-experts", "--kernels --backend gpu", "--kernels --faults"])
+@pytest.mark.parametrize(
+    "options", ["--offload-experts", "--kernels --backend gpu", "--kernels --faults", "--model M --kernels"]
+)
 def test_options_that_would_do_nothing_are_refused(options):
     command = [sys.executable, str(ROOT / "scripts/bench.py"), *options.split()]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -42,6 +48,24 @@ def test_bench_compares_with_llama_cpp(tmp_path):
         assert figures["logits"][what]["same_argmax"] == 8
     assert [row["what"] for row in figures["rows"]] == ["decode at 0", "decode at 20", "prefill of 8", "prefill of 40"]
     assert all(len(row["ours"]) == len(row["theirs"]) == 2 for row in figures["rows"])
+
+
+@pytest.mark.oracle
+def test_other_experts_are_no_rounding(tmp_path, monkeypatch):
+    """The reference follows our choice, so that logits alone do not show what a router does wrong."""
+    spec = importlib.util.spec_from_file_location("bench_script", ROOT / "scripts/bench.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    checkpoint, load, file = npglm.load(SMALL), CpuOps.load, SMALL.read_bytes()
+    for layer in checkpoint.weights.layers:
+        if hasattr(layer, "exp_probs_b"):
+            bias = layer.exp_probs_b.data.tobytes()
+            file = file.replace(bias, bytes(len(bias)))
+    other = tmp_path / "no-bias.gguf"
+    other.write_bytes(file)
+    monkeypatch.setattr(CpuOps, "load", lambda self, checkpoint, progress=None: load(self, npglm.load(other)))
+    with pytest.raises(NpglmError, match="f32: 8-bit steps or choices; ggml: 8-bit steps or choices"):
+        script.check(checkpoint, 1)
 
 
 @pytest.mark.oracle

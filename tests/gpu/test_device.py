@@ -113,6 +113,16 @@ def test_table_names_every_kernel():
         assert not re.search(r"^\s*#include|\btemplate\b", raw_kernels.read(name), re.MULTILINE), name
 
 
+def test_emulated_arrays_are_aligned():
+    """As a device's are, wherever a file has its tensors: kernels read 16 bytes at a time."""
+    values = np.arange(16, dtype=np.float32)
+    odd = np.frombuffer(bytes(4) + values.tobytes(), np.float32, offset=4)
+    for array in (odd, odd[1:], values):
+        made = Emulated().array(array, np.float32)
+        assert made.ctypes.data % 16 == 0
+        assert (made == array).all()
+
+
 def test_staging_goes_round_its_buffers():
     """Fewer rows than threads and more; strided rows, as a rank's part of a matrix has."""
     from npglm.gpu.staging import Staging
