@@ -25,7 +25,7 @@ FAMILIES = {
     "matvec_rope": ("blocks", "cache_rows", "dots"),
     "matvec_ffn": ("order", "router", "dots", "inbox"),
     "matvec_f32": (),
-    "matmul": ("blocks", "rows"),
+    "matmul": ("rows",),
     "matmul_decoded": ("quant", "rows"),
     "moe": ("order", "router"),
     "fetch": (),

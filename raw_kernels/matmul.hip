@@ -9,12 +9,10 @@
 
 #define ROWS 128
 #ifdef IS_Q2_K
-#define PLACE(k) q8_k_place(k)  // of value k of DEPTH in the activations
 #define W_BYTES 64  // of a staged row
 #define D_FLOATS 2  // of a staged row: d and dmin
 #define XD_FLOATS 1
 #else
-#define PLACE(k) (k)
 #define W_BYTES DEPTH
 #define D_FLOATS (DEPTH / 32)
 #define XD_FLOATS (DEPTH / 32)
@@ -116,7 +114,7 @@ typedef struct {
 DEVICE void copy(Stage s, Source from, int k0) {
   UNROLL for (int i0 = 0; i0 < BLOCK_TOKENS * DEPTH / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (DEPTH / 16), k = i % (DEPTH / 16) * 16;
-    if (r < from.tokens) stage16(s.x + r * X_PITCH + k, from.x + (long long)from.x_row[r] * N_IN + k0 + PLACE(k), true);
+    if (r < from.tokens) stage16(s.x + r * X_PITCH + k, from.x + (long long)from.x_row[r] * N_IN + k0 + k, true);
   }
   UNROLL for (int i0 = 0; i0 < ROWS * W_BYTES / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (W_BYTES / 16), k = i % (W_BYTES / 16) * 16;
@@ -172,7 +170,7 @@ DEVICE void multiply(float* total, Stage s, int token0, int row0, int tiles) {
       }
       UNROLL for (int a = 0; a < TOKEN_TILES; a++)
         if (a < tiles) {
-          TileA xa = tile_a(s.x + (token0 + a * TILE) * X_PITCH + (half * 4 + j) * 32, X_PITCH);
+          TileA xa = tile_a(s.x + (token0 + a * TILE) * X_PITCH + (j * 2 + half) * 32, X_PITCH);  // q8_k_place() of blocks.hip
           UNROLL for (int b = 0; b < ROW_TILES; b++) tile_s8(acc + (a * ROW_TILES + b) * TILE_ACC, xa, wb[b]);
         }
     }
