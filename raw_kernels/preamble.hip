@@ -232,19 +232,12 @@ DEVICE void let_next_start() {}
 // --- memory that another GPU or the host writes or reads meanwhile -----------------------------------------------------------
 // 16 bytes, of which each 8 arrive whole.
 #if defined(__CUDA_ARCH__)
-DEVICE void write16(I4* to, I4 v) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
 DEVICE I4 read16(const I4* from) {
   I4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
   return v;
 }
 #else
-DEVICE void write16(I4* to, I4 v) {
-  ((volatile u64*)to)[0] = (u64)(u32)v.y << 32 | (u32)v.x;
-  ((volatile u64*)to)[1] = (u64)(u32)v.w << 32 | (u32)v.z;
-}
 DEVICE I4 read16(const I4* from) {
   u64 a = ((const volatile u64*)from)[0], b = ((const volatile u64*)from)[1];
   I4 v = {(int)(u32)a, (int)(a >> 32), (int)(u32)b, (int)(b >> 32)};

@@ -106,21 +106,10 @@ def check(checkpoint, n_threads: int) -> dict:
     from npglm.trace.formats.llamacpp import map_graph
     from npglm.trace.inject import TOP_K, ChoosingOps, Roundings, flips, product_inputs
     from npglm.trace.llamacpp import record_nodes
-    from npglm.trace.probes import NoProbe
+    from npglm.trace.probes import NO_PROBE, Keep
     from reference.forward import forward as reference_forward
     from reference.numerics import F32, GGML
     from reference.ops import ReferenceOps
-
-    class Keep(NoProbe):
-        def __init__(self):
-            self.suffix, self.seen = "", {}
-
-        def layer(self, index):
-            self.suffix = f"-{index}"
-            return self
-
-        def __call__(self, name, array):
-            self.seen[name + self.suffix * (not name.startswith("result"))] = np.array(array)
 
     ids = np.random.default_rng(1).integers(0, checkpoint.config.vocab, 8).astype(np.int32)
     pos = np.arange(8, dtype=np.int32)
@@ -133,7 +122,7 @@ def check(checkpoint, n_threads: int) -> dict:
         """Logits, and every probe."""
         ops, probe = npglm.cpu.op_set(numerics, n_threads), Keep()
         weights = ops.load(checkpoint)
-        fused = logits(forward, ops, weights, NoProbe())
+        fused = logits(forward, ops, weights, NO_PROBE)
         if not np.isfinite(fused).all():
             raise NpglmError(f"{checkpoint.path.name}: {numerics}: logits are not finite")
         if not np.array_equal(fused, logits(forward, ops.traced(), weights, probe)):
@@ -160,7 +149,7 @@ def check(checkpoint, n_threads: int) -> dict:
             return theirs
 
         weights = ops.load(checkpoint)
-        y = logits(reference_forward, ChoosingOps(ops, weights, choose), weights, NoProbe())
+        y = logits(reference_forward, ChoosingOps(ops, weights, choose), weights, NO_PROBE)
         if near:
             worst, steps = np.max(gaps, initial=0), ""
             if rounding.values:
@@ -223,9 +212,9 @@ def on_cpu(args) -> dict:
     if args.tier:
         npglm.cpu.select(args.tier)
     from npglm.cpu import bench, threads
-    from npglm.cpu.llamacpp import require
+    from npglm.trace.llamacpp import need_llama_cpp
 
-    require()
+    need_llama_cpp()
     cores = threads.physical_cores()
     counts = args.threads or sorted({1, cores})
     if max(counts) > threads.config.NUMBA_NUM_THREADS:

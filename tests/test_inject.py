@@ -9,7 +9,7 @@ import pytest
 import npglm
 from npglm.cache import Cache
 from npglm.trace.inject import EXPERTS, TOP_K, ChoosingOps, Roundings, flips, inject, product_inputs
-from npglm.trace.probes import NO_PROBE, NoProbe, probe_names
+from npglm.trace.probes import NO_PROBE, Keep, probe_names
 from reference.forward import forward
 from reference.numerics import F32, GGML
 from reference.ops import ReferenceOps
@@ -17,18 +17,6 @@ from reference.ops.quant import quantize_q8_0
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKENS = np.array([3, 141, 59, 26, 53, 58, 97, 93, 238, 46, 264, 33], np.int32)
-
-
-class Keep(NoProbe):
-    def __init__(self):
-        self.suffix, self.seen = "", {}
-
-    def layer(self, index):
-        self.suffix = f"-{index}"
-        return self
-
-    def __call__(self, name, array):
-        self.seen[name + self.suffix * (not name.startswith("result"))] = np.array(array)
 
 
 @pytest.fixture(scope="module")

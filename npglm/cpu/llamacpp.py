@@ -8,21 +8,13 @@ from typing import Self
 import numpy as np
 
 from npglm.errors import NpglmError
-
-
-def require():
-    """The module llama_cpp. Raises NpglmError, in one line, where it is not installed."""
-    try:
-        import llama_cpp
-    except ImportError:
-        raise NpglmError("llama_cpp is not installed: pip install 'npglm[oracle]'") from None
-    return llama_cpp
+from npglm.trace.llamacpp import need_llama_cpp
 
 
 @contextmanager
 def opened(path, n_ctx: int, threads: int, chunk: int = 512) -> Iterator["LlamaCpp"]:
     """The model at `path` in llama.cpp, for `with`."""
-    llama_cpp = require()
+    llama_cpp = need_llama_cpp()
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
@@ -90,7 +82,7 @@ class GgmlProducts:
     """
 
     def __init__(self, kind: int, count: int, n_in: int, n_out: int, n_tokens: int):
-        llama_cpp = require()
+        llama_cpp = need_llama_cpp()
         llama_cpp.llama_backend_init()
         self.library = ctypes.CDLL(llama_cpp.llama_cpp._lib._name)  # what it depends on is loaded with it
         row_bytes = self._call("ggml_row_size", ctypes.c_size_t, ctypes.c_int(kind), ctypes.c_int64(n_in))

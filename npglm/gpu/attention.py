@@ -6,7 +6,7 @@ import numpy as np
 
 from npglm.gpu.device import row_stride
 from npglm.gpu.elementwise import BLOCK, norm_parts, with_blocks
-from npglm.gpu.matmul import FEW_TOKENS, ROUNDED_VALUES, Blocks, matvec_grid, round_activations, tokens_at_once
+from npglm.gpu.matmul import FEW_TOKENS, ROUNDED_VALUES, matvec_grid, q8_0_beside, round_activations, tokens_at_once
 from npglm.trace.probes import NO_PROBE
 
 NO_LATENT, NO_KEY = (None, None, None, None, 0), (None, None, None, None, 0, 0.0)  # normed_product_and_rope
@@ -99,15 +99,19 @@ def product_and_rope(x, w, table, first: int, heads: int, turned, ops):
     table [T,n], go to turned [T,heads,2n]; None: where they were."""
     n_tokens, n = table[0].shape
     tokens = tokens_at_once(n_tokens)
-    shape = {"GROUP": 8} if w.n_out >= 8192 else {}  # long enough to fill the device
-    grid, variant = matvec_grid(w, TOKENS=tokens, ROWS=2, **shape)
-    width = w.n_out // heads
-    y = ops.empty((n_tokens, heads, width), np.float32)
-    turned = y if turned is None else turned
+    grid, variant, y = _rope_product(w, n_tokens, heads, ops, TOKENS=tokens)
+    width, turned = y.shape[-1], y if turned is None else turned
     a = round_activations(x, w, ops)
     args = (*w.parts, *a, *table, y, turned, n_tokens, w.n_out, width, first, n, row_stride(turned))
     ops.launch(f"matvec_rope_{w.type}", (grid, -(-n_tokens // tokens)), variant["BLOCK"], *args, **variant)
     return y
+
+
+def _rope_product(w, n_tokens: int, heads: int, ops, **defines):
+    """What the kernels of matvec_rope.hip begin with: matvec_grid()'s two, and y [T,heads,width]."""
+    shape = {"GROUP": 8} if w.n_out >= 8192 else {}  # long enough to fill the device
+    grid, variant = matvec_grid(w, ROWS=2, **defines, **shape)
+    return grid, variant, ops.empty((n_tokens, heads, w.n_out // heads), np.float32)
 
 
 def normed_product_and_rope(
@@ -115,11 +119,8 @@ def normed_product_and_rope(
 ):
     """product_and_rope of the RMSNorm of x, one token, which the kernel makes itself; normed [1,in] gets it. latent, key: what the kernel
     needs to make a row of that cache, at pos, too."""
-    shape = {"GROUP": 8} if w.n_out >= 8192 else {}
-    grid, variant = matvec_grid(w, ROWS=2, **shape)
-    width, n = w.n_out // heads, table[0].shape[1]
-    y = ops.empty((1, heads, width), np.float32)
-    turned = y if turned is None else turned
+    grid, variant, y = _rope_product(w, 1, heads, ops)
+    width, n, turned = y.shape[-1], table[0].shape[1], y if turned is None else turned
     args = (*w.parts, x, gain, *table, y, turned, normed, w.n_out, width, first, n, row_stride(turned), eps, pos, *latent, *key)
     ops.launch(f"matvec_queries_{w.type}", (grid + (pos is not None),), variant["BLOCK"], *args, **variant)
     return y
@@ -170,9 +171,7 @@ def attention(q, cache, top_k, pos, rank: int, scale: float, *, ops, splits: int
         return out
     parts = _attention_f16(q, cache, top_k, pos, out, scale, ops, splits)
     if parts is not None:
-        q8 = d = None
-        if ops.fused and rank % 32 == 0:
-            q8, d = _remembered_blocks(out, ops)
+        q8, d, _ = q8_0_beside(out, ops) if ops.fused and rank % 32 == 0 else (None,) * 3
         grid = (heads, n_tokens, -(-rank // 128))
         ops.launch("attention_merge_f32", grid, 128, *parts, out, q8, d, heads, parts[0].shape[1], **shape)
     return out
@@ -195,13 +194,6 @@ def _attention_f16(q, cache, top_k, pos, out, scale: float, ops, splits: int | N
     return parts
 
 
-def _remembered_blocks(y, ops):
-    """Room for the Q8_0 blocks of y, which the kernel that makes y makes too: q, d."""
-    q, d = ops.empty(y.shape, np.int8), ops.empty((*y.shape[:-1], y.shape[-1] // 32), np.float16)
-    ops.remember(("q8_0",), y, lambda: Blocks(q, d))
-    return q, d
-
-
 def attend(q, w, cache, top_k, pos, config, probe=NO_PROBE, *, ops):
     """q [T,H,R+P], cache [capacity,R+P], top_k int32 [T,n], pos int32 [T] -> [T,H*V]: attention, and its values from the latents."""
     w, rank, scale = w.attn_v_b, config.kv_rank, config.attn_scale
@@ -222,7 +214,7 @@ def _merge_and_multiply(part, part_ml, w, ops):
     n_tokens, splits, heads, _ = part.shape
     y = ops.empty((n_tokens, heads, w.n_out), np.float32)
     grid, variant = matvec_grid(w, **MERGE)
-    args = (w.w, w.d, part, part_ml, y, *_remembered_blocks(y, ops), w.n_out, heads, splits)
+    args = (w.w, w.d, part, part_ml, y, *q8_0_beside(y, ops)[:2], w.n_out, heads, splits)
     ops.launch(f"matvec_merge_{w.type}", (grid, n_tokens * heads), variant["BLOCK"], *args, **variant)
     return y
 

@@ -6,7 +6,7 @@ Ops with `out` write into a given array, whose rows may be strided.
 import numpy as np
 
 from npglm.gpu.device import row_stride
-from npglm.gpu.matmul import Blocks
+from npglm.gpu.matmul import q8_0_beside, q8_k_beside
 
 BLOCK = 256
 
@@ -60,13 +60,8 @@ def _norm_and_blocks(x, weight, eps, ops, plus=None, total=None):
 
 def with_blocks(shape, ops):
     """An array [T,n] that a kernel will write, and its 8-bit blocks that come with it: the kernel's arguments q, d, q_k, d_k, sums."""
-    (n_rows, n), y = shape, ops.empty(shape, np.float32)
-    q_0 = Blocks(ops.empty(shape, np.int8), ops.empty((n_rows, n // 32), np.float16))
-    shapes = (shape, np.int8), ((n_rows, n // 256), np.float32), ((n_rows, n // 16), np.int16)
-    q_k = Blocks(*(ops.empty(*s) for s in shapes))
-    ops.remember(("q8_0",), y, lambda: q_0)
-    ops.remember(("q8_k",), y, lambda: q_k)
-    return y, (*q_0[:2], *q_k)
+    y = ops.empty(shape, np.float32)
+    return y, (*q8_0_beside(y, ops)[:2], *q8_k_beside(y, ops))
 
 
 def norm_parts(n_rows: int, n: int) -> int:

@@ -44,22 +44,37 @@ def quantize_q8_k(x, *, ops):
 
 
 def _q8_0(x, ops) -> Blocks:
-    q, d = ops.empty(x.shape, np.int8), ops.empty((*x.shape[:-1], x.shape[-1] // 32), np.float16)
-    ops.launch("quantize_q8_0", (-(-x.size // 1024),), 256, x, q, d, x.size // x.shape[-1], x.shape[-1], row_stride(x))
-    return Blocks(q, d)
+    blocks, n = _empty_q8_0(x, ops), x.shape[-1]
+    ops.launch("quantize_q8_0", (-(-x.size // 1024),), 256, x, blocks.q, blocks.d, x.size // n, n, row_stride(x))
+    return blocks
 
 
 def _q8_k(x, ops) -> Blocks:
-    blocks, n = empty_q8_k(x, ops), x.shape[-1]
+    blocks, n = _empty_q8_k(x, ops), x.shape[-1]
     ops.launch("quantize_q8_k", (_warps(x.size // 256, ops),), 256, x, *blocks, x.size // n, n, row_stride(x))
     return blocks
 
 
-def empty_q8_k(x, ops) -> Blocks:
-    """Room for the Q8_K blocks of x."""
+def _empty_q8_0(x, ops) -> Blocks:
+    return Blocks(ops.empty(x.shape, np.int8), ops.empty((*x.shape[:-1], x.shape[-1] // 32), np.float16))
+
+
+def _empty_q8_k(x, ops) -> Blocks:
     *rows, n = x.shape
     shapes = (x.shape, np.int8), ((*rows, n // 256), np.float32), ((*rows, n // 16), np.int16)
     return Blocks(*(ops.empty(*s) for s in shapes))
+
+
+def q8_0_beside(y, ops) -> Blocks:
+    """Room for the Q8_0 blocks of y, which the kernel that is launched next makes: products will find them."""
+    blocks = _empty_q8_0(y, ops)
+    return ops.remember(("q8_0",), y, lambda: blocks)
+
+
+def q8_k_beside(y, ops) -> Blocks:
+    """The same for Q8_K."""
+    blocks = _empty_q8_k(y, ops)
+    return ops.remember(("q8_k",), y, lambda: blocks)
 
 
 def _warps(n: int, ops) -> int:
@@ -103,9 +118,7 @@ def linear_beside(x, w, other, its_w, ops):
     wanted = its_w.fast and BLOCK_KIND[its_w.type] == "q8_k" and other.flags.c_contiguous
     if not (wanted and w.fast and len(x) == 1 and rounds_itself(x, w, ops)):
         return _product(x, w, y, ops)
-    blocks = empty_q8_k(other, ops)
-    ops.remember(("q8_k",), other, lambda: blocks)
-    return _rounding(x, w, y, 1, 1, ops, other, blocks)
+    return _rounding(x, w, y, 1, 1, ops, other, q8_k_beside(other, ops))
 
 
 def linear_heads(x, w, *, ops, out=None):
@@ -189,10 +202,7 @@ def _matvec(x, w, y, n_pairs: int, n_matrices: int, x_div: int, experts, ops, to
     tokens = tokens_at_once(n_pairs) if experts is None and n_matrices == 1 else 1
     blocks = n_matrices > 1 and ops.fused and w.n_out % 32 == 0 and y.flags.c_contiguous
     grid, variant = matvec_grid(w, TOKENS=tokens, **WHOLE_BLOCKS if blocks else {})
-    q = d = None
-    if blocks:
-        q, d = ops.empty(y.shape, np.int8), ops.empty((*y.shape[:-1], w.n_out // 32), np.float16)
-        ops.remember(("q8_0",), y, lambda: Blocks(q, d))
+    q, d, _ = q8_0_beside(y, ops) if blocks else (None,) * 3
     sent = to.send(y) if to else NOWHERE
     args = (*w.parts, *a, experts, y, q, d, n_pairs, w.n_out, n_matrices, x_div, row_stride(y), *sent)
     ops.launch(f"matvec_{w.type}", (grid, -(-n_pairs // tokens)), variant["BLOCK"], *args, **variant)

@@ -115,3 +115,17 @@ class NoProbe:
 
 
 NO_PROBE = NoProbe()
+
+
+class Keep(NoProbe):
+    """Keeps a copy of every array, by its name in a trace. seen: {NAME-layer: array}."""
+
+    def __init__(self):
+        self.suffix, self.seen = "", {}
+
+    def layer(self, index: int) -> "Keep":
+        self.suffix = f"-{index}"
+        return self
+
+    def __call__(self, name: str, array) -> None:
+        self.seen[name if PROBES[name].where == MODEL else name + self.suffix] = np.array(array)
