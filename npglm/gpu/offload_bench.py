@@ -5,7 +5,6 @@ of as many threads that only read, right before and after, decode and its share 
 experts take for more tokens, on the host and through the device (npglm/offload.py: STREAM_TOKENS). scripts/bench.py calls it.
 """
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
@@ -65,8 +64,8 @@ def offload_bench(shape: str = "glm-5.2", layers: int = 11, threads: int | None 
     open_gpu()  # or one line that says why not
     whole, config = SHAPES[shape], cut(SHAPES[shape], layers)
     n_moe, one_layer = layers - config.n_dense, 3 * whole.n_experts * whole.expert_ffn * whole.hidden // VALUES * BLOCK_BYTES
-    here = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if n_moe * one_layer > 0.9 * here:
+    here = offload.available_bytes()
+    if n_moe * one_layer > offload.KEPT * here:
         raise NpglmError(
             f"the experts of {n_moe} layers need {n_moe * one_layer / 1e9:.0f} GB, {here / 1e9:.0f} GB of memory are free"
         )

@@ -1,6 +1,5 @@
 """scripts/bench.py as a person runs it, on a model that takes no time."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from synth import random_blocks
 
 import npglm
 from npglm.cpu import bench
+from npglm.cpu.bench_check import check
 from npglm.cpu.ops import CpuOps
 from npglm.errors import NpglmError
 
@@ -21,14 +21,26 @@ SMALL = ROOT / "tests/golden/small.Q2_K.gguf"
 
 
 @pytest.mark.parametrize(
-    "options", ["--offload-experts", "--kernels --backend gpu", "--kernels --faults", "--model M --kernels"]
-)
+    "options",
+    [
+        "--offload-experts", "--kernels --backend gpu", "--kernels --faults", "--model M --kernels",
+        "--no-check --backend gpu", "--threads 1 --backend gpu", "--layers 20",
+    ],
+)  # fmt: skip
 def test_options_that_would_do_nothing_are_refused(options):
     command = [sys.executable, str(ROOT / "scripts/bench.py"), *options.split()]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith(f"bench.py: error: {options.split()[0]} goes with --backend")
     assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("option", "takes"), [("--threads", "thread counts"), ("--depths", "cached tokens")])
+def test_lists_of_numbers_say_what_they_take(option, takes):
+    command = [sys.executable, str(ROOT / "scripts/bench.py"), option, "1,a"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert run.stderr == f"bench.py: error: argument {option}: expected {takes} such as 1,2,3, found '1,a' (see --help)\n"
 
 
 @pytest.mark.oracle
@@ -53,9 +65,6 @@ def test_bench_compares_with_llama_cpp(tmp_path):
 @pytest.mark.oracle
 def test_other_experts_are_no_rounding(tmp_path, monkeypatch):
     """The reference follows our choice, so that logits alone do not show what a router does wrong."""
-    spec = importlib.util.spec_from_file_location("bench_script", ROOT / "scripts/bench.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     checkpoint, load, file = npglm.load(SMALL), CpuOps.load, SMALL.read_bytes()
     for layer in checkpoint.weights.layers:
         if hasattr(layer, "exp_probs_b"):
@@ -65,7 +74,7 @@ def test_other_experts_are_no_rounding(tmp_path, monkeypatch):
     other.write_bytes(file)
     monkeypatch.setattr(CpuOps, "load", lambda self, checkpoint, progress=None: load(self, npglm.load(other)))
     with pytest.raises(NpglmError, match="f32: 8-bit steps or choices; ggml: 8-bit steps or choices"):
-        script.check(checkpoint, 1)
+        check(checkpoint, 1)
 
 
 @pytest.mark.oracle

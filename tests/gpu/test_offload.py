@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from synth import write_model
-from test_end_to_end import Recorder, steps, strays
+from test_end_to_end import steps, strays
 
 import npglm
 import npglm.forward
 from npglm import offload
 from npglm.checkpoint import Checkpoint
 from npglm.errors import NpglmError
-from npglm.gpu import op_set
+from npglm.gpu import offload_bench, op_set
 from npglm.trace.metrics import errors
+from npglm.trace.probes import Keep
 
 ROOT = Path(__file__).parents[2]
 MODELS = {"embedded": npglm.embedded(), "small": ROOT / "tests/golden/small.Q2_K.gguf"}
@@ -100,6 +101,13 @@ def test_memory_that_does_not_suffice_stays_pageable(model, monkeypatch):
     assert ops.note.endswith("0.0 GB of host memory free: the GPU takes none of them")
 
 
+def test_the_benchmark_says_that_memory_is_short(monkeypatch):
+    monkeypatch.setattr(offload_bench, "open_gpu", lambda: None)
+    monkeypatch.setattr(offload, "available_bytes", lambda: 26 * 10**9)
+    with pytest.raises(NpglmError, match="the experts of 8 layers need 25 GB, 26 GB of memory are free"):
+        offload_bench.offload_bench(layers=11)
+
+
 def test_words_of_the_file_that_are_not_aligned(model, monkeypatch):
     """A file may align its tensors to 1 byte: the device does not read such experts in place."""
     ops = offloaded("ggml")
@@ -140,12 +148,12 @@ def test_only_the_rest_is_moved(model, monkeypatch):
 def test_traced_makes_every_probe(model):
     """The same ones in the same order; the experts' come from the host."""
     plain, mine = op_set("f32", "emulated"), offloaded("f32")
-    theirs, ours = Recorder(plain), Recorder(mine)
+    theirs, ours = Keep(), Keep()
     steps(plain.traced(), npglm.forward.forward, model, PROMPT, 1, probe=theirs)
     steps(mine.traced(), npglm.forward.forward, model, PROMPT, 1, probe=ours)
-    assert list(ours.arrays) == list(theirs.arrays)
-    for name, array in theirs.arrays.items():
-        assert errors(ours.arrays[name], array).max < 2e-5, name
+    assert list(ours.seen) == list(theirs.seen)
+    for name, array in theirs.seen.items():
+        assert errors(ours.seen[name], array).max < 2e-5, name
 
 
 def test_bytes_of_the_file(model):
