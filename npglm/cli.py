@@ -1,7 +1,6 @@
 """What every script shares: one-line errors with exit status 2, Ctrl-C with 130, outputs that appear whole or not at all."""
 
 import argparse
-import atexit
 import contextlib
 import os
 import signal
@@ -16,11 +15,19 @@ from npglm.errors import NpglmError
 TERMINATED = 128 + signal.SIGTERM
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        default = action.default
+        if default is None or default is False or default == [] or "(default:" in action.help:
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
+    """argparse whose errors are one line, and whose help says the defaults that say something."""
 
     def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **kwargs)
 
     def error(self, message: str):
         raise NpglmError(f"{message} (see --help)")
@@ -39,7 +46,6 @@ def run(main, argv=None, ranks: bool = False) -> int:
     """
     _repair_streams()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished outputs are taken away
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Ctrl-C once all is done would kill Python's own exit
     program = Path(sys.argv[0]).name
     others = None
     try:
@@ -72,6 +78,8 @@ def run(main, argv=None, ranks: bool = False) -> int:
         if others:
             others.fail(traceback.format_exc().rstrip(), 1)
         raise
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: it would only spoil the message or the exit
     message = f"{program}: error: {message}" if status == 2 else f"{program}: {message}"
     if others:
         others.fail(message, status)
@@ -120,9 +128,16 @@ def whole_file(path, inputs=()):
             temporary.unlink(missing_ok=True)
 
 
-def token_ids(text: str) -> list[int]:
-    """`1,2,3` -> [1, 2, 3], for argparse's type=."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected token ids such as 1,2,3, found {text[:40]!r}") from None
+def integers(what: str):
+    """For argparse's type=: `1,2,3` -> [1, 2, 3]. what: they are, for the error."""
+
+    def parse(text: str) -> list[int]:
+        try:
+            return [int(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {what} such as 1,2,3, found {text[:40]!r}") from None
+
+    return parse
+
+
+token_ids = integers("token ids")

@@ -2,13 +2,12 @@
 """Compare what another engine computed with the checkpoint: first divergence, guilty op, cause. Without --model: two recordings."""
 
 import sys
-from pathlib import Path
 
 import npglm
 from npglm import cli
 from npglm.trace.compare import compare
 from npglm.trace.formats.names import read_names
-from npglm.trace.formats.recordings import open_engine
+from npglm.trace.formats.recordings import files_of, open_engine
 from npglm.trace.report import page, to_json, worst
 
 
@@ -18,7 +17,7 @@ def main(argv=None):
         epilog="Exit status: 0 equal or rounding, 1 precision or wrong, 2 nothing comparable. Recordings: traces (.safetensors), "
         ".npz, .pt, llama-eval-callback text, probe lines; several files, or a folder of them, are the ranks of one engine.",
     )
-    parser.add_argument("recordings", nargs="+", metavar="OTHER")
+    parser.add_argument("recordings", nargs="+", metavar="OTHER", help="what an engine recorded")
     parser.add_argument("--model", metavar="M.gguf", help="the checkpoint that the engine ran")
     parser.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3", help="token ids, where the recording has none")
     parser.add_argument(
@@ -35,25 +34,26 @@ def main(argv=None):
         from npglm.trace.pair import compare_pair
 
         runs = [open_engine([path], names) for path in args.recordings]
-        reports = [compare_pair(runs[0][0], runs[1][0])]
+        reports, inputs = [compare_pair(runs[0][0], runs[1][0])], [f for path in args.recordings for f in files_of([path])]
     else:
         checkpoint = npglm.load(args.model)
+        inputs = [*checkpoint.paths, *files_of(args.recordings)]
         reports = [compare(checkpoint, run, args.tokens) for run in open_engine(args.recordings, names)]
     if args.json != "-":
         print(page(reports))
     if args.json == "-":
         print(to_json(reports))
     elif args.json:
-        _write(args.json, to_json(reports) + "\n")
+        _write(args.json, to_json(reports) + "\n", inputs)
     if args.html:
         from npglm.trace.html import html
 
-        _write(args.html, html(reports))
+        _write(args.html, html(reports), inputs)
     return worst(reports).status
 
 
-def _write(path, text: str) -> None:
-    with cli.whole_file(Path(path)) as file:
+def _write(path, text: str, inputs) -> None:
+    with cli.whole_file(path, inputs) as file:
         file.write(text.encode())
 
 

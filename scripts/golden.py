@@ -36,11 +36,11 @@ def main(argv=None, ranks=None):
     parser = cli.Parser(description=__doc__)
     parser.add_argument("model", help="GGUF file, any shard, or a folder")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3")
+    given.add_argument("--tokens", type=cli.token_ids, metavar="1,2,3", help="token ids of the prompt")
     given.add_argument(
         "--prompt", metavar="TEXT", help="BOS is added only if the checkpoint says so; special tokens are parsed"
     )
-    parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors")
+    parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors", help="the trace to write")
     parser.add_argument(
         "--layers", type=layer_list, metavar="0-3,6", help="only these (inclusive); the run stops after the last one"
     )

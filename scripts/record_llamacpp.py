@@ -14,7 +14,7 @@ def main(argv=None):
     parser = cli.Parser(description=__doc__)
     parser.add_argument("model", help="GGUF file, any shard, or a folder")
     parser.add_argument("--tokens", type=cli.token_ids, required=True, metavar="1,2,3", help="token ids of the prompt")
-    parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors")
+    parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors", help="the trace to write")
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 512), help="of llama.cpp")
     parser.add_argument("--flash-attn", action=cli.argparse.BooleanOptionalAction, default=True, help="its fused attention")
     args = parser.parse_args(argv)

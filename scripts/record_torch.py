@@ -16,7 +16,7 @@ def main(argv=None):
     parser = cli.Parser(description=__doc__)
     parser.add_argument("model", help="GGUF file, any shard, or a folder")
     parser.add_argument("--tokens", type=cli.token_ids, required=True, metavar="1,2,3", help="token ids of the prompt")
-    parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors")
+    parser.add_argument("-o", "--out", required=True, metavar="OUT.safetensors", help="the trace to write")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and activations"
     )
@@ -30,13 +30,15 @@ def main(argv=None):
 
     torch, transformers = need_torch()
     checkpoint = npglm.load(args.model)
+    checkpoint.config.check_tokens(args.tokens)
     model = glm_from_checkpoint(checkpoint, getattr(torch, args.dtype), None if args.fix_eps else AS_IS_EPS)
     with torch.no_grad(), torch_recorder(model, args.names) as recorder:
         model(torch.tensor([args.tokens]), use_cache=False)
     about = describe_run(checkpoint, args.tokens, args.dtype) | {
         "engine": "transformers", "engine_version": transformers.__version__,
     }  # fmt: skip
-    recorder.save(args.out, args.tokens, **{k: v for k, v in about.items() if k not in ("tokens", "rank", "world")})
+    about = {k: v for k, v in about.items() if k not in ("tokens", "rank", "world")}
+    recorder.save(args.out, args.tokens, inputs=checkpoint.paths, **about)
     print(f"{args.out}: {len(recorder.arrays)} probes of {len(args.tokens)} tokens", file=sys.stderr)
 
 

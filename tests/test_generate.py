@@ -402,6 +402,13 @@ def test_ctrl_c_ends_a_long_prompt_with_130_and_keeps_no_trace(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_once_all_is_done_changes_nothing():
+    code = "import os, signal, sys\nfrom npglm import cli\nstatus = cli.run(lambda argv: 3)\n"
+    code += "os.kill(os.getpid(), signal.SIGINT)\nsys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_ctrl_c_while_decoding_keeps_what_there_is(model, tokenizer):
     seen = []
 
@@ -454,3 +461,4 @@ def test_help(script):
     )
     assert done.returncode == 0
     assert done.stdout.startswith("usage:")
+    assert not re.search(r"\(default:\s+(None|False)\)", done.stdout)

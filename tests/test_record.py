@@ -167,6 +167,8 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path, content):
         read_trace(path)
     with pytest.raises(NpglmError, match="nowhere"):
         read_trace(tmp_path / "nowhere.safetensors")
+    with pytest.raises(NpglmError, match=r"Is a directory$"):
+        read_trace(tmp_path)
 
 
 def test_tokens_must_be_a_list(tmp_path):

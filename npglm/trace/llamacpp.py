@@ -200,15 +200,12 @@ def engine_version() -> str:
 class _Spool:
     """Arrays on disk until the trace is written, so that memory holds one at a time."""
 
-    def __init__(self, file, name):
-        self.file, self.name, self.at = file, name, 0
+    def __init__(self, file):
+        self.file, self.at = file, 0
 
     def keep(self, array: np.ndarray) -> tuple[int, np.dtype, tuple[int, ...]]:
         place = (self.at, array.dtype, array.shape)
-        try:
-            self.file.write(np.ascontiguousarray(array).data)
-        except OSError as error:
-            raise NpglmError(f"{self.name}: cannot be written: {error.strerror}") from None
+        self.file.write(np.ascontiguousarray(array).data)
         self.at += array.nbytes
         return place
 
@@ -218,10 +215,12 @@ class _Spool:
         return np.memmap(self.file, dtype, "r", at, shape) if np.prod(shape) else np.empty(shape, dtype)
 
 
-def _temporary(out):
-    """A file without a name in the folder of `out`."""
+@contextmanager
+def _temporary(out) -> Iterator:
+    """A file without a name in the folder of `out`. A full disk may show as late as when it is closed."""
     try:
-        return tempfile.TemporaryFile(dir=Path(out).absolute().parent)
+        with tempfile.TemporaryFile(dir=Path(out).absolute().parent) as file:
+            yield file
     except OSError as error:
         raise NpglmError(f"{out}: cannot be written: {error.strerror}") from None
 
@@ -233,7 +232,7 @@ def record_trace(checkpoint: Checkpoint, tokens: list[int], out, threads: int = 
     """
     metadata = describe_run(checkpoint, tokens, "ggml") | {"engine": "llama.cpp", "engine_version": engine_version()}
     with _temporary(out) as file, LayerProgress(checkpoint.config.n_layers, label="llama.cpp") as progress:
-        spool = _Spool(file, out)
+        spool = _Spool(file)
         nodes = record_nodes(checkpoint, tokens, threads, flash_attn, spool.keep, progress.over().layer)
         places, done = {}, set()
         mapped = map_graph(nodes, n_tokens=len(tokens))

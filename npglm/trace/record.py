@@ -133,6 +133,7 @@ class Trace:
     def __init__(self, path):
         self.path = Path(path)
         try:
+            open(self.path, "rb").close()  # safe_open says of any failure that there is no such file
             self._file = safe_open(self.path, framework="numpy")
         except (SafetensorError, ValueError) as error:
             raise NpglmError(f"{self.path.name}: not a trace (.safetensors): {error}") from None

@@ -52,12 +52,12 @@ class torch_recorder:
 
         return hook
 
-    def save(self, path, tokens, rank: int = 0, world: int = 1, **metadata: str) -> None:
-        """Write the trace of this rank. metadata: engine, engine_version, model_sha256, numerics, ..."""
+    def save(self, path, tokens, rank: int = 0, world: int = 1, inputs=(), **metadata: str) -> None:
+        """Write the trace of this rank. inputs: files that must not be overwritten. metadata: engine, engine_version, model_sha256, numerics, ..."""
         if not self.arrays:
             raise NpglmError("nothing was recorded: the model did not run inside the block")
         metadata = {"engine": "torch", **metadata, "tokens": json.dumps([int(t) for t in tokens])}
-        write_trace(path, self.arrays, metadata | {"rank": str(rank), "world": str(world)})
+        write_trace(path, self.arrays, metadata | {"rank": str(rank), "world": str(world)}, inputs)
 
 
 def _argument(args, kwargs, index: int):

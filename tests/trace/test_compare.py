@@ -7,8 +7,10 @@ import pytest
 from compare import main  # scripts/compare.py
 
 from npglm.cache import Cache
+from npglm.errors import NpglmError
 from npglm.trace.compare import compare
 from npglm.trace.graph import Model, run
+from npglm.trace.probes import Keep
 from npglm.trace.record import write_trace
 from npglm.trace.recording import ArrayTrace, Recording
 from reference.forward import forward
@@ -18,26 +20,13 @@ from reference.ops import ReferenceOps
 TOKENS = [116, 257, 266, 108, 269, 7, 33, 90, 12, 200, 41]
 
 
-class Keep(dict):
-    """A probe that keeps everything."""
-
-    suffix = ""
-
-    def layer(self, index):
-        self.suffix = f"-{index}"
-        return self
-
-    def __call__(self, name, array):
-        self[name if name in ("embd", "result_norm", "result_output") else name + self.suffix] = np.array(array)
-
-
 @pytest.fixture(scope="module")
 def own(small):
     """The reference's own forward pass, probed."""
     ops, keep = ReferenceOps(F32), Keep()
     pos = np.arange(len(TOKENS), dtype=np.int32)
     forward(ops.load(small), small.config, Cache(small.config, len(TOKENS), ops), np.array(TOKENS), pos, ops, keep)
-    return keep
+    return keep.seen
 
 
 def judged(small, arrays):
@@ -59,6 +48,21 @@ def test_our_own_trace_is_equal(small, own):
     assert report.verdict == "equal"
     assert report.status == 0
     assert len(report.ops) == len(own)
+
+
+def test_what_is_read_is_not_overwritten(own, tmp_path, golden):
+    model, trace = tmp_path / "m.gguf", tmp_path / "t.safetensors"
+    model.write_bytes((golden / "small.Q2_K.gguf").read_bytes())
+    write_trace(trace, own, {"tokens": json.dumps(TOKENS)})
+    before = {path: path.read_bytes() for path in (model, trace)}
+    for words in (
+        ["--model", model, tmp_path, "--html", model],
+        ["--model", model, tmp_path, "--json", trace],
+        [trace, trace, "--json", trace],
+    ):
+        with np.errstate(all="ignore"), pytest.raises(NpglmError, match="cannot be written: it is being read"):
+            main([str(word) for word in words])
+    assert {path: path.read_bytes() for path in (model, trace)} == before
 
 
 def test_the_json_has_the_promised_keys(small, own, tmp_path, golden, capsys):

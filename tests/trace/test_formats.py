@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -135,11 +136,19 @@ KINDS = [
 ]
 
 
+def status_of(path, golden) -> int:
+    """Of compare.py, run here: Ctrl-C works on."""
+    try:
+        return cli.run(lambda argv: main(["--model", str(golden / "small.Q2_K.gguf"), str(path)]))
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_files_end_in_one_line_and_status_2(tmp_path, golden, capsys, kind):
     message = hostile(kind, tmp_path, golden)
     path = next(tmp_path.iterdir())
-    status = cli.run(lambda argv: main(["--model", str(golden / "small.Q2_K.gguf"), str(path)]))
+    status = status_of(path, golden)
     out, err = capsys.readouterr()
     assert status == 2, out
     assert err.count("\n") == 1
@@ -165,7 +174,7 @@ def trace_file(path, golden, **metadata):
 )
 def test_identity_comes_before_any_tensor(tmp_path, golden, capsys, metadata, message):
     trace_file(tmp_path / "t.safetensors", golden, **metadata)
-    assert cli.run(lambda argv: main(["--model", str(golden / "small.Q2_K.gguf"), str(tmp_path / "t.safetensors")])) == 2
+    assert status_of(tmp_path / "t.safetensors", golden) == 2
     assert message in capsys.readouterr().err
 
 
@@ -187,7 +196,7 @@ def test_two_ranks_of_other_runs_are_no_engine(tmp_path, golden):
 def test_a_missing_rank_is_named(tmp_path, golden, capsys):
     for rank in "02":
         trace_file(tmp_path / f"{rank}.safetensors", golden, rank=rank, world="3")
-    assert cli.run(lambda argv: main(["--model", str(golden / "small.Q2_K.gguf"), str(tmp_path)])) == 2
+    assert status_of(tmp_path, golden) == 2
     assert "0.safetensors, 2.safetensors: rank 1 of 3 is missing" in capsys.readouterr().err
 
 

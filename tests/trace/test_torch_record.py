@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from npglm.errors import NpglmError
+
 pytestmark = pytest.mark.oracle
 
 
@@ -64,6 +66,17 @@ def test_record_torch_finds_the_eps_that_transformers_leaves_behind(golden, tmp_
     assert {o["op"] for o in report["ops"] if o["verdict"] == "wrong"} == {"q_a_norm", "kv_cmpr"}
     assert not record_torch.main([model, "--tokens", ids, "--fix-eps", "-o", str(tmp_path / "b.safetensors")])
     assert main(["--model", model, str(tmp_path / "b.safetensors")]) == 0
+
+
+def test_record_torch_refuses_in_one_line(golden, tmp_path):
+    import record_torch
+
+    model = tmp_path / "m.gguf"
+    model.write_bytes((golden / "small.Q2_K.gguf").read_bytes())
+    with pytest.raises(NpglmError, match="token id 999 is outside the vocabulary of 288"):
+        record_torch.main([str(model), "--tokens", "1,999", "-o", str(tmp_path / "t.safetensors")])
+    with pytest.raises(NpglmError, match="cannot be written: it is being read"):
+        record_torch.main([str(model), "--tokens", "1,2", "-o", str(model)])
 
 
 def test_the_recorder_clones_keeps_the_first_call_and_slices(tmp_path):

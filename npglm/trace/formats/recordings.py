@@ -48,15 +48,20 @@ def read_file(path, names: list[Place] | None = None) -> tuple[list, bool]:
     raise NpglmError(f"{path.name}: text, but neither llama-eval-callback's nor probe lines ('r0 NAME-LAYER SUM ...')")
 
 
-def open_engine(paths, names: list[Place] | None = None) -> list[Recording]:
-    """The files (or one folder of files) of one engine -> its runs. Several files are ranks, joined by the ops' rules."""
+def files_of(paths) -> list[Path]:
+    """The files of one engine: those that are named, or one folder's."""
     paths = [Path(p) for p in paths]
     if len(paths) == 1 and paths[0].is_dir():
         folder = paths[0]
         paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
         if not paths:
             raise NpglmError(f"{folder}: no recording in the folder ({', '.join(sorted(SUFFIXES))})")
-    read = [read_file(p, names) for p in paths]
+    return paths
+
+
+def open_engine(paths, names: list[Place] | None = None) -> list[Recording]:
+    """files_of(paths) -> the engine's runs. Several files are ranks, joined by the ops' rules."""
+    read = [read_file(p, names) for p in files_of(paths)]
     if len(read) == 1 and not read[0][1]:
         return [Recording([trace]) for trace in read[0][0]]
     if any(not ranks and len(traces) > 1 for traces, ranks in read):
