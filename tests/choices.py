@@ -5,27 +5,12 @@ import numpy as np
 from npglm.cache import Cache
 from npglm.trace.inject import TOP_K, ChoosingOps, flips, inject
 from npglm.trace.metrics import errors
-from npglm.trace.probes import NO_PROBE, NoProbe
+from npglm.trace.probes import NO_PROBE, Keep
 from reference.forward import forward
 from reference.numerics import F32, F64
 from reference.ops import ReferenceOps
 
 SCORES = {TOP_K: "indexer_score", "ffn_moe_topk": "ffn_moe_probs_biased"}  # what each kind of choice is made from
-
-
-class Keep(NoProbe):
-    """Keeps what it sees of `names`, by name and layer."""
-
-    def __init__(self, *names: str):
-        self.names, self.at, self.seen = names, None, {}
-
-    def layer(self, index: int):
-        self.at = index
-        return self
-
-    def __call__(self, name: str, array) -> None:
-        if name in self.names:
-            self.seen[name, self.at] = array
 
 
 class Theirs:
@@ -80,18 +65,27 @@ class Runner:
         """Twice the largest error of our f32 scores by kind and layer, measured against f64 on the same choices: ours, and theirs."""
         seen = {}
         for num in (F32, F64):
-            probe = Keep(*SCORES.values())
+            probe = Keep()
             self.run(tokens, choices, num=num, probe=probe)
             seen[num] = probe.seen
         kind_of = {score: kind for kind, score in SCORES.items()}
         out = {}
-        for (name, layer), truth in seen[F64].items():
-            f32, finite = seen[F32][name, layer], np.isfinite(truth)
+        for name, truth in seen[F64].items():
+            score, _, layer = name.partition("-")
+            if score not in kind_of:
+                continue
+            f32, finite = seen[F32][name], np.isfinite(truth)
             assert np.array_equal(np.isfinite(f32), finite)
             error = float(np.abs(f32[finite] - truth[finite]).max())
             assert error <= 2e-5 * np.abs(truth[finite]).max(), "scores are not exact to f32: nothing would be left to judge"
-            out[kind_of[name], layer] = 2 * error
+            out[kind_of[score], int(layer)] = 2 * error
         return out
+
+
+def hidden_states(seen: dict) -> list[np.ndarray]:
+    """Of Keep.seen, as transformers gives them: the embedding, l_out of all layers but the last, result_norm."""
+    states = [array for name, array in seen.items() if name.partition("-")[0] in ("embd", "l_out", "result_norm")]
+    return states[:-2] + states[-1:]
 
 
 def worst_row_l2(x: np.ndarray, truth: np.ndarray) -> float:

@@ -16,7 +16,7 @@ from npglm.generate import Model, generate, raw_prompt
 from npglm.sampler import Sampler
 from npglm.tokenizer import Tokenizer
 from npglm.trace.metrics import errors
-from npglm.trace.probes import probe_names
+from npglm.trace.probes import Keep, probe_names
 from npglm.trace.record import read_trace
 from reference.forward import forward
 from reference.numerics import F32, F64, GGML
@@ -113,27 +113,14 @@ def test_the_golden_trace(checkpoint, tokenizer):
     assert golden.metadata["model_sha256"] == checkpoint.sha256
     assert set(golden) == set(probe_names(checkpoint.config))
     for numerics in (F32, F64):
-        seen = {}
-        model = Model(checkpoint, forward, ReferenceOps(numerics))
-        probe = Keep(seen)
+        model, probe = Model(checkpoint, forward, ReferenceOps(numerics)), Keep()
         model.run(model.cache(len(ids)), ids, probe, every_row=True)
-        assert set(seen) == set(golden)
-        for name, array in seen.items():
+        assert set(probe.seen) == set(golden)
+        for name, array in probe.seen.items():
             if array.dtype == np.int32:
                 assert np.array_equal(array, golden[name]), name
             else:
                 assert errors(array, golden[name]).rms <= 4e-6, f"{name} in {numerics.name}"
-
-
-class Keep:
-    def __init__(self, seen, suffix=""):
-        self.seen, self.suffix = seen, suffix
-
-    def __call__(self, name, array):
-        self.seen[name if name in ("embd", "result_norm", "result_output") else name + self.suffix] = array
-
-    def layer(self, index):
-        return Keep(self.seen, f"-{index}")
 
 
 def test_what_readme_shows_is_what_is_printed():

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choices import Keep, Runner, worst_row_l2
+from choices import Runner, hidden_states, worst_row_l2
 
 import npglm
 from npglm.errors import NpglmError
 from npglm.trace.inject import TOP_K
+from npglm.trace.probes import Keep
 from npglm.trace.torch_model import glm_from_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -55,12 +56,10 @@ def tolerance(n: int) -> dict:
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_logits_and_every_hidden_state(n):
-    probe = Keep("embd", "l_out", "result_norm")
+    probe = Keep()
     logits, theirs = runner().run(golden()[f"ids_{n}"], prefill_choices(n), tolerance(n), probe=probe)
     error = worst_row_l2(logits, golden()[f"logits_{n}"])
-    hidden = golden()[f"hidden_{n}"]  # embedding, l_out of all layers but the last, result_norm
-    ours = list(probe.seen.values())
-    del ours[-2]  # the last l_out
+    hidden, ours = golden()[f"hidden_{n}"], hidden_states(probe.seen)
     assert len(ours) == len(hidden) == checkpoint().config.n_layers + 1
     by_state = [worst_row_l2(a, b) for a, b in zip(ours, hidden, strict=True)]
     full_rows = len(golden()["layers"]) * n

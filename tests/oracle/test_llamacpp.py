@@ -152,6 +152,17 @@ def test_bad_input_is_one_line(words, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kib", [1, 400])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, kib):
+    """In the callback, or afterwards."""
+    out = tmp_path / "x.safetensors"
+    command = [sys.executable, ROOT / "scripts/record_llamacpp.py", GOLDEN / "small.Q2_K.gguf", "--tokens", "1,2,3", "-o", out]
+    words = ["bash", "-c", f'ulimit -f {kib}; exec "$@"', "bash", *command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stderr == f"record_llamacpp.py: error: {out}: cannot be written: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_what_happens_in_the_callback_comes_out(error):
     """Ctrl-C or a full disk: ctypes alone would swallow it."""

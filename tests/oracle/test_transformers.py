@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choices import Keep, Runner, worst_row_l2
+from choices import Runner, hidden_states, worst_row_l2
 from shapes import LENGTHS
 
 import npglm
 from npglm.trace.inject import EXPERTS, TOP_K
+from npglm.trace.probes import Keep
 from npglm.trace.torch_model import glm_from_checkpoint, need_torch
 
 pytestmark = pytest.mark.oracle
@@ -50,12 +51,10 @@ def test_logits_hidden_states_and_decoding(model, prompt):
         logits, hidden, their_cache = theirs(tokens)
         choices = dict(theirs.choices)
         tolerance = runner.tolerance(tokens, choices)
-        probe, kv = Keep("embd", "l_out", "result_norm"), runner.cache(n + DECODE)
+        probe, kv = Keep(), runner.cache(n + DECODE)
         y, settled = runner.run(tokens, choices, tolerance, kv=kv, probe=probe)
         flips = list(settled.tied)
-        ours = list(probe.seen.values())
-        del ours[-2]  # the last l_out; theirs goes on after the final norm
-        errs = [worst_row_l2(a, b) for a, b in zip(ours, hidden, strict=True)] + [worst_row_l2(y, logits)]
+        errs = [worst_row_l2(a, b) for a, b in zip(hidden_states(probe.seen), hidden, strict=True)] + [worst_row_l2(y, logits)]
         for step in range(DECODE):
             token = int(y[-1].argmax())
             assert token == int(logits[-1].argmax()), f"seed {seed}, {n} tokens, step {step}"
