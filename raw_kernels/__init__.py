@@ -119,11 +119,11 @@ ready =i32[1], n i32, n_pairs i32)
 host: take_back_f32(sum f32[T,n], done i32[1], calls i32[1], beside ?f32[T,n], out =f32[T,n], n i32)
 indexer: indexer_score_f32(q f32[T,I,J], keys f32[capacity,J], weights f32[T,I], pos i32[T], score =f32[T,S], heads i32, width i32)
 indexer_f16: indexer_score_f16(q f32[T,I,J], keys f16[capacity,J], weights f32[T,I], pos i32[T], score =f32[T,S], width i32, \
-chunks i32, scale f32)
-topk: select_top_k_f32(score f32[T,S], pos i32[T], chosen =i32[T,k], score_stride i64, k i32)
-topk: top_k_count(score f32[T,S], pos i32[T], histogram =i32[T,3,2048], score_stride i64, k i32, pass i32)
-topk: top_k_tally(score f32[T,S], pos i32[T], histogram i32[T,3,2048], tally =i32[T,chunks,2], score_stride i64, k i32)
-topk: top_k_place(score f32[T,S], pos i32[T], histogram i32[T,3,2048], tally i32[T,chunks,2], chosen =i32[T,k], score_stride i64, \
+chunks i32, scale f32, settled i32)
+topk: select_top_k_f32(score f32[T,S], pos i32[T], chosen =i32[T,k], score_stride i64, k i32, settled i32)
+topk: top_k_count(score f32[T,S], pos i32[T], histogram =i32[T,3,2112], score_stride i64, k i32, pass i32)
+topk: top_k_tally(score f32[T,S], pos i32[T], histogram i32[T,3,2112], tally =i32[T,chunks,2], score_stride i64, k i32)
+topk: top_k_place(score f32[T,S], pos i32[T], histogram i32[T,3,2112], tally i32[T,chunks,2], chosen =i32[T,k], score_stride i64, \
 k i32)
 attention: attention_f32(q f32[T,H,R+P], cache f32[capacity,R+P], top_k i32[T,n], pos i32[T], out =f32[T,H,R], heads i32, n i32, \
 scale f32)

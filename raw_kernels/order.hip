@@ -1,8 +1,7 @@
 // Numbers as keys that sort like them: higher is larger, 0 is NaN; -0 and 0 are one.
 DEVICE u32 sort_key(float x) {
-  if (x != x) return 0;
-  u32 u = as_u32(x == 0.0f ? 0.0f : x);
-  return u >> 31 ? ~u : u | 0x80000000u;
+  u32 u = as_u32(x + 0.0f);
+  return x != x ? 0 : u ^ ((u32)((int)u >> 31) | 0x80000000u);
 }
 // A score and an index as one number: higher score first, then lower index.
 DEVICE u64 ranked(float x, int i) { return (u64)sort_key(x) << 32 | (u32)~i; }

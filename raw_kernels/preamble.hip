@@ -152,14 +152,17 @@ DEVICE float lane_max(float x, int width) {
   return x;
 }
 
-// Whether x is true in any lane of the warp; every lane gets it.
-DEVICE bool any_lane(bool x) {
-#if defined(__CUDA_ARCH__)
-  return __any_sync(0xffffffffu, x);
+// In how many lanes of the warp x is true; every lane gets it.
+DEVICE int lanes_with(bool x) {
+#if defined(EMULATED)
+  return lane_sum_int(x, LANES);
+#elif defined(__CUDA_ARCH__)
+  return __popc(__ballot_sync(0xffffffffu, x));
 #else
-  return lane_sum_int(x, LANES) > 0;
+  return __builtin_popcountll(__builtin_amdgcn_uicmp(x, 0, 33));  // 33: not equal
 #endif
 }
+DEVICE bool any_lane(bool x) { return lanes_with(x) > 0; }
 
 // Sum over the block; every thread gets it. All threads call it.
 DEVICE float block_sum(float x) {

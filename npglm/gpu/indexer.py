@@ -8,7 +8,9 @@ from npglm.trace.probes import NO_PROBE
 
 SCORE_BYTES = 256 << 20  # of scores at a time
 LONG_ROW = 16384  # scores from which several blocks search a row
-CHUNK = 4096  # scores that one of them takes: topk.hip
+CHUNK, COUNTS = 4096, 2112  # scores that one of them takes, and its counts: topk.hip
+SHORT_ROW = 8192  # scores that 512 threads keep in registers
+KEYS, BLOCK = 64, 256  # keys that a block takes at a time, and its threads: indexer_f16.hip
 
 
 def indexer_score(q, cache, weights, pos, *, ops, width: int | None = None):
@@ -20,8 +22,8 @@ def indexer_score(q, cache, weights, pos, *, ops, width: int | None = None):
     return _score(q, cache, weights, pos, width, 1.0, ops)
 
 
-def _score(q, cache, weights, pos, width: int, factor: float, ops):
-    """indexer_score times factor (1 for an f32 cache)."""
+def _score(q, cache, weights, pos, width: int, factor: float, ops, one: bool = False):
+    """indexer_score times factor (1 for an f32 cache). one: pos is [1], and of the cache the launch before wrote that row at most."""
     n_tokens, heads, dim = q.shape
     score = ops.empty((n_tokens, width), np.float32)
     args = (q, cache, weights, pos, score)
@@ -30,11 +32,12 @@ def _score(q, cache, weights, pos, width: int, factor: float, ops):
         ops.launch("indexer_score_f32", (-(-width // 128), n_tokens), 128, *args, heads, width, shared=shared, DIM=dim)
         return score
     padded, pitch = -(-heads // 16) * 16, -(-dim // 16) * 16 + 8
-    shared = 2 * pitch * (2 * padded + 64) + 4 * padded * 65 + 4 * heads
-    tiles = -(-width // 64)  # of 64 keys; a block goes through several if there are more than the device has room for
+    shared = 2 * pitch * (2 * padded + KEYS) + 4 * padded * (KEYS + 1)
+    tiles = -(-width // KEYS)  # a block goes through several if there are more than the device has room for
     chunks = max(1, min(4, tiles * n_tokens // (4 * ops.device.n_processors)))
     grid = (-(-tiles // chunks), n_tokens)
-    ops.launch("indexer_score_f16", grid, 128, *args, width, chunks, factor, shared=shared, DIM=dim, HEADS=heads)
+    args += width, chunks, factor, one and ops.device.settled(pos)
+    ops.launch("indexer_score_f16", grid, BLOCK, *args, shared=shared, DIM=dim, HEADS=heads)
     return score
 
 
@@ -44,15 +47,17 @@ def select_top_k(score, pos, k: int, *, ops, out=None):
     chosen = ops.empty((n_tokens, min(k, width)), np.int32) if out is None else out
     if width >= LONG_ROW and n_tokens <= FEW_TOKENS:
         chunks, k = -(-width // CHUNK), chosen.shape[1]
-        grid, histogram = (chunks, n_tokens), ops.empty((n_tokens, 3, 2048), np.int32)
+        grid, block, histogram = (chunks, n_tokens), 512, ops.empty((n_tokens, 3, COUNTS), np.int32)
         tally = ops.empty((n_tokens, chunks, 2), np.int32)
         ops.launch("zero_i32", (-(-histogram.size // 256),), 256, histogram, histogram.size)
         for step in range(3):
-            ops.launch("top_k_count", grid, 1024, score, pos, histogram, width, k, step)
-        ops.launch("top_k_tally", grid, 1024, score, pos, histogram, tally, width, k)
-        ops.launch("top_k_place", grid, 1024, score, pos, histogram, tally, chosen, width, k)
+            ops.launch("top_k_count", grid, block, score, pos, histogram, width, k, step, THREADS=block)
+        ops.launch("top_k_tally", grid, block, score, pos, histogram, tally, width, k, THREADS=block)
+        ops.launch("top_k_place", grid, block, score, pos, histogram, tally, chosen, width, k, THREADS=block)
         return chosen
-    ops.launch("select_top_k_f32", (n_tokens,), 1024, score, pos, chosen, width, chosen.shape[1])
+    block = 512 if width <= SHORT_ROW else 1024
+    args = (score, pos, chosen, width, chosen.shape[1], ops.device.settled(pos))
+    ops.launch("select_top_k_f32", (n_tokens,), block, *args, THREADS=block)
     return chosen
 
 
@@ -95,16 +100,15 @@ def _few_tokens(start, q_a, w, cache, table, pos, c, ops):
         else:
             q = product_and_rope(q_a, w.indexer_attn_q_b, table, 0, c.indexer_heads, None, ops)  # [T,I,J]
             ops.launch("index_key_f16", (len(pos),), -(-n // 64) * 64, *key)
-        return _choose(q, cache, start.proj, pos, c.indexer_scale, c, ops)
+        return _choose(q, cache, start.proj, pos, c.indexer_scale, c, ops, mine)
 
 
-def _choose(q, cache, weights, pos, factor: float, c, ops):
-    """The best of the whole cache's scores, at most SCORE_BYTES of them at a time."""
-    width = len(cache)
-    top_k = ops.empty((len(q), min(c.indexer_top_k, width)), np.int32)
+def _choose(q, cache, weights, pos, factor: float, c, ops, one: bool = False):
+    """The best of the whole cache's scores, at most SCORE_BYTES of them at a time. one: as in _score."""
+    top_k, width = ops.empty((len(q), min(c.indexer_top_k, len(cache))), np.int32), -(-len(cache) // 4) * 4  # of aligned rows
     step = max(1, SCORE_BYTES // (4 * width))
     for first in range(0, len(q), step):
         rows = slice(first, first + step)
-        score = _score(q[rows], cache, weights[rows], pos[rows], width, factor, ops)
+        score = _score(q[rows], cache, weights[rows], pos[rows], width, factor, ops, one)
         ops.select_top_k(score, pos[rows], c.indexer_top_k, out=top_k[rows])
     return top_k

@@ -192,11 +192,14 @@ WEIGHT_AXES, WEIGHT_NAMES = {("W",), ("W/4",), ("D",), ("n_out", "n_in")}, {"wei
 # GPUs fill them, and the kernel before changes no calls (npglm/gpu/collective.py).
 SETTLED = {
     "attention_f16": ("cache", "top_k", "pos"), "rms_norm_blocks_f32": ("x",), "sum_rms_norm_blocks_f32": ("x",),
-    "matvec_gate_up_swiglu_": ("experts",), "matvec_down_combine_": ("experts",),
+    "matvec_gate_up_swiglu_": ("experts",), "matvec_down_combine_": ("experts",), "indexer_score_f16": ("pos",),
+    "select_top_k_f32": ("pos",),
 }  # fmt: skip
 INBOXES = {"sum_rms_norm_blocks_f32": ("inboxes", "calls")}
 
 
+# Of these it has written the row at pos at most, where settled is true.
+OLD_ROWS = {"indexer_score_f16": ("keys",)}
 def faults_of_waiting(family: str, text: str) -> list[str]:
     """What in a family's source breaks the rule of preamble.hip: before a kernel's wait_for_inputs() only its weights are touched, what
     is INBOXES, after a wait of its own a pointer that it is for, and after `if (!settled)` what is SETTLED. Pointers may be compared with
@@ -218,7 +221,7 @@ def faults_of_waiting(family: str, text: str) -> list[str]:
             if argument.axes is None or argument.axes in WEIGHT_AXES or free:
                 continue
             early = before.partition(f"if ({pointer}) wait_for_inputs();")[0]
-            if pointer in SETTLED.get(name, ()):
+            if pointer in SETTLED.get(name, ()) + OLD_ROWS.get(name, ()):
                 early = re.split(rf"if \((?:{pointer} && )?!settled\) wait_for_inputs\(\);", early)[0]
             early = re.sub(rf"if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early)
             if re.search(rf"\b{pointer}\b", early):

@@ -122,7 +122,14 @@ def test_the_kernels_of_a_wide_model(tmp_path, numerics, lanes, n):
     launch = ops.launch
 
     def noted(name, grid, block, *args, **more):
-        assert is_settled(ops.device, name, args)
+        nonlocal marked
+        values = dict(zip((argument.name for argument in KERNELS[name].arguments), args, strict=True))
+        assert is_settled(ops.device, values, name, marked)
+    assert len(early) == WIDE_DECODE["indexer_score_f16"] * (n - 1)
+        marked = values.get("pending", marked)
+        if name == "indexer_score_f16" and args[-1]:  # OLD_ROWS
+            assert (len(args[0]), launched[-1][0]) == (1, "matvec_queries_q8_0")
+            early.append(name)
         launched.append((name, grid))
         launch(name, grid, block, *args, **more)
 

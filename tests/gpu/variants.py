@@ -30,8 +30,10 @@ MLA = {"RANK": 512, "ROPE": 64}
 
 def variants(types=DECODED_TYPES, max_shared=227 << 10):
     """(family, defines) pairs, every family among them."""
-    for family in ("elementwise", "activations", "matvec_f32", "moe", "topk", "sample", "norm_blocks", "exchange", "host"):
+    for family in ("elementwise", "activations", "matvec_f32", "moe", "sample", "norm_blocks", "exchange", "host"):
         yield family, {}
+    for threads in (512, 1024):
+        yield "topk", {"THREADS": threads}
     for kind in types:
         yield "embed", type_defines(kind)
         yield "matmul_decoded", type_defines(kind)

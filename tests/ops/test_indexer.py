@@ -5,10 +5,12 @@ import pytest
 from check import Op, both_numerics, every_place
 from test_matmul import x_of
 
+from npglm.gpu import indexer
+
 
 @every_place
 @both_numerics
-@pytest.mark.parametrize("shape", [(1, 3, 64, 1), (2, 5, 32, 127), (3, 4, 64, 130), (9, 2, 128, 257)])
+@pytest.mark.parametrize("shape", [(1, 3, 64, 1), (2, 5, 32, 127), (3, 4, 64, 130), (9, 2, 128, 257), (4, 18, 32, 64)])
 def test_indexer_score(place, numerics, shape):
     n_tokens, heads, dim, used = shape
     op = Op(place, numerics)
@@ -20,9 +22,25 @@ def test_indexer_score(place, numerics, shape):
 
 
 @every_place
-@pytest.mark.parametrize("used", [1, 7, 1023, 1024, 1025, 2051])
+@pytest.mark.parametrize("used", [1, 2, 64, 65, 130, 700])
+def test_indexer_score_of_one_token(place, used):
+    """Whether the keys before its own are read before the kernel waits makes no difference; keys after it are not read."""
+    ops = Op(place).ops
+    keys = np.full((used + 70, 64), np.nan, np.float16)
+    keys[:used] = x_of(1, used, 64)
+    q, keys, weights = (ops.array(a, a.dtype) for a in (x_of(2, 1, 5, 64), keys, x_of(3, 1, 5)))
+    pos = ops.array([used - 1], np.int32)
+    late, early = (ops.numpy(indexer._score(q, keys, weights, pos, used + 70, 1.0, ops, one)) for one in (False, True))
+    assert (late == early).all()
+    assert np.isfinite(late[0, :used]).all()
+    assert np.isneginf(late[0, used:]).all()
+
+
+@every_place
+@pytest.mark.parametrize("used", [1, 7, 1023, 1024, 1025, 2048, 2051, 4097, 8193])
 @pytest.mark.parametrize("k", [1, 8, 1024])
 def test_select_top_k(place, used, k):
+    """Also around 4, 8 and 16 scores for each of 512 threads."""
     n_tokens = min(used, 3)
     pos = np.arange(used - n_tokens, used, dtype=np.int32)
     score = x_of(used, n_tokens, used)
@@ -48,8 +66,12 @@ def test_select_top_k_ties(place):
 
 
 @every_place
-def test_select_top_k_of_long_rows(place):
-    """Several blocks a row: ties across their borders, NaN, rows that end before a border, at it and after it."""
+@pytest.mark.parametrize("blocks", ["several", "one"])
+def test_select_top_k_of_long_rows(place, blocks, monkeypatch):
+    """Several blocks a row, and one, which makes the keys anew each time: ties across borders, NaN, rows that end before a border, at it
+    and after it."""
+    if blocks == "one":
+        monkeypatch.setattr(indexer, "LONG_ROW", 1 << 20)
     rng, width = np.random.default_rng(6), 16384 + 5
     score = rng.integers(-2, 3, (6, width)).astype(np.float32)
     score[1] = rng.normal(size=width)
