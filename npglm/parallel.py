@@ -66,6 +66,10 @@ class Ranks:
             total += part
         return total
 
+    def join(self, x, first: int, n: int) -> np.ndarray:
+        """x [T,m], whose columns are those from `first` on of n, and other ranks' -> [T,n], the same on all of them."""
+        return self.sum(padded(x, first, n, np))
+
     def outbox(self) -> None:
         """A way by which a product itself gives its part of a sum: not on the host. See npglm.gpu.collective."""
 
@@ -335,9 +339,9 @@ class RankOps:
     """
 
     def __init__(self, ops, collective, config, sharding: Sharding, rank: int):
-        """collective: sum(array) -> the sum over the ranks, on the op set's device; barrier(); outbox, add_norm. config: the whole model's."""
+        """collective: sum(array) -> the sum over the ranks, on the op set's device; join(); barrier(); outbox, add_norm. config: the whole model's."""
         self.ops, self._collective, self._part = ops, collective, None
-        self._vocab, self._rows = config.vocab, slice(*sharding.bounds("output", rank)[1:])
+        self._vocab, self._first = config.vocab, sharding.bounds("output", rank)[1]
         self._experts = None  # first of the rank's, how many; None: a part of each
         if sharding.splits["ffn_gate_exps"][0] == 0 and "experts" in sharding.shares:
             first, stop = sharding.bounds("ffn_gate_exps", rank)[1:]
@@ -381,10 +385,7 @@ class RankOps:
             return self._sum(self.ops.linear, x, w)
         y = self.ops.linear(x, w)
         if w is self._output:
-            logits = self.ops.empty((len(y), self._vocab), y.dtype)
-            logits[...] = 0
-            logits[:, self._rows] = y
-            return self._collective.sum(logits)
+            return self._collective.join(y, self._first, self._vocab)
         return y
 
     def dense_ffn(self, h, w, probe=NO_PROBE):
@@ -412,6 +413,14 @@ class RankOps:
             self._part = None
             return self._collective.add_norm(x, weight, eps)
         return self.ops.add_norm(x, y, weight, eps)
+
+
+def padded(x, first: int, n: int, ops):
+    """x [T,m] -> [T,n]: the same from column `first` on, and zeros. ops.empty(shape, dtype) makes the array."""
+    whole = ops.empty((len(x), n), x.dtype)
+    whole[...] = 0
+    whole[:, first : first + x.shape[1]] = x
+    return whole
 
 
 def share(checkpoint: Checkpoint, ops, ranks: Ranks, experts: str) -> tuple[RankCheckpoint, RankOps]:

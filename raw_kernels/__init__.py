@@ -131,9 +131,11 @@ attention_f16: attention_f16(q f32[T,H,R+P], cache f16[capacity,R+P], top_k i32[
 part ?=f32[T,splits,H,R], part_ml ?=f32[T,splits,H,2], heads i32, n i32, splits i32, scale f32, settled i32)
 attention: attention_merge_f32(part f32[T,splits,H,R], part_ml f32[T,splits,H,2], out =f32[T,H,R], q ?=s8[T,H,R], d ?=f16[T,H,R/32], \
 heads i32, splits i32)
-exchange: exchange_sum_f32(x f32[T,n], y =f32[T,n], inboxes u64[world], calls =i32[blocks], n i32, capacity i32, rank i32, world i32)
-sample: greedy_f32(logits f32[Y], id =i32[1], n i32)
-sample: temperature_f32(logits f32[Y], step i64[1], id =i32[1], n i32, temperature f32, seed u64)
+exchange: exchange_sum_f32(x f32[mine], y =f32[n], inboxes u64[world], calls =i32[blocks], n i32, first i32, n_mine i32, capacity i32, \
+rank i32, world i32)
+sample: best_logits_f32(logits f32[Y], best =u64[parts], n i32)
+sample: greedy_f32(best u64[parts], id =i32[1], n_parts i32)
+sample: temperature_f32(logits f32[Y], best u64[parts], step i64[1], id =i32[1], n i32, n_parts i32, temperature f32, seed u64)
 sample: next_step(chosen i32[1], token =i32[1], pos =i32[1], step =i64[1])
 """
 

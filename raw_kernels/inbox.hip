@@ -36,14 +36,12 @@ DEVICE void give(Ranks o, int i, float x) {
 // Two values of a rank with their calls.
 DEVICE bool has_come(Ranks o, I4 two) { return two.y == o.call && two.w == o.call && o.call != LOST; }
 #define TAKEN_TOGETHER 12
-// Of rank r the pairs first, first + N_THREADS, ..., `each` of them: into a and b. Reads are on their way together; lightly: once the
-// last of them has come. *polls: how often they may be made. Returns whether any was in vain: then all are NaN.
-DEVICE bool take(Ranks o, int r, int first, int each, bool lightly, float* a, float* b, int* polls) {
+// Of rank r the pairs first, first + N_THREADS, ..., `each` of them: into a and b. Reads are on their way together. *polls: how often
+// they may be made. Returns whether any was in vain: then all are NaN.
+DEVICE bool take(Ranks o, int r, int first, int each, float* a, float* b, int* polls) {
   const I4* from = (const I4*)place_in(o, o.rank, r, 2 * first);
   I4 part[TAKEN_TOGETHER] = {};
   bool missing = true;
-  if (lightly)
-    for (; *polls && !has_come(o, read16(from + (each - 1) * N_THREADS)); --*polls) {}
   for (; *polls && missing; *polls -= missing) {
     missing = false;
     UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) part[k] = read16(from + (k < each ? k * N_THREADS : 0));
@@ -55,22 +53,34 @@ DEVICE bool take(Ranks o, int r, int first, int each, bool lightly, float* a, fl
   }
   return missing;
 }
-// Those pairs of the sums over all ranks, in their order, into y (where this rank's part is before: it is taken first, while its kernel
-// may still run).
+// Which of this rank and the next one has given the last of those pairs first, for any thread of the warp; this one if neither does.
+DEVICE int first_to_come(Ranks o, int first, int each, int* polls) {
+  int next = o.rank + 1 < o.world ? o.rank + 1 : 0, last = 2 * (first + (each - 1) * N_THREADS);
+  const I4 *mine = (const I4*)place_in(o, o.rank, o.rank, last), *its = (const I4*)place_in(o, o.rank, next, last);
+  for (; *polls; --*polls) {
+    I4 a = read16(mine), b = read16(its);
+    if (any_lane(has_come(o, a))) return o.rank;
+    if (any_lane(has_come(o, b))) return next;
+  }
+  return o.rank;
+}
+// Those pairs of the sums over all ranks, in their order, into y (where the part that comes first is before: it is taken while others'
+// kernels may still run). Called by whole warps.
 DEVICE bool take_sums(Ranks o, float* y, int first, int n_pairs, int* polls) {
   float a[TAKEN_TOGETHER], b[TAKEN_TOGETHER], x[TAKEN_TOGETHER], z[TAKEN_TOGETHER];
   int each = imin((n_pairs - first + N_THREADS - 1) / N_THREADS, TAKEN_TOGETHER);
   F2* pairs = (F2*)y + first;
-  bool lost = take(o, o.rank, first, each, true, x, z, polls);
+  int early = first_to_come(o, first, each, polls);
+  bool lost = take(o, early, first, each, x, z, polls);
   UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++)
     if (k < each) pairs[k * N_THREADS].x = x[k], pairs[k * N_THREADS].y = z[k];
   for (int r = 0; r < o.world; r++) {
-    if (r != o.rank) {
-      lost |= take(o, r, first, each, false, x, z, polls);
+    if (r != early) {
+      lost |= take(o, r, first, each, x, z, polls);
     } else {
       UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) {
-        F2 mine = pairs[k < each ? k * N_THREADS : 0];
-        x[k] = mine.x, z[k] = mine.y;
+        F2 pair = pairs[k < each ? k * N_THREADS : 0];
+        x[k] = pair.x, z[k] = pair.y;
       }
     }
     UNROLL for (int k = 0; k < TAKEN_TOGETHER; k++) {

@@ -1,4 +1,7 @@
-// The next token id from one row of logits. One block of 1024 threads. id -1: a logit is NaN, +inf, or all are -inf.
+// The next token id from one row of logits: best_logits_f32 with a block for each LOGITS of them, then one block of 1024 threads.
+// id -1: a logit is NaN, +inf, or all are -inf.
+#define LOGITS 4096
+#define BAD ~0ull  // instead of a rank: NaN, +inf
 
 DEVICE u64 block_max_u64(u64 x) {
   SHARED u64 parts[MAX_WARPS];
@@ -9,22 +12,27 @@ DEVICE u64 block_max_u64(u64 x) {
   for (int i = 0; i < N_THREADS / LANES; i++) x = parts[i] > x ? parts[i] : x;
   return x;
 }
-// Rank of the best logit, 0 if the row cannot be sampled.
-DEVICE u64 best_logit(const float* logits, int n) {
-  u64 best = 0;
-  int bad = 0;
-  _Pragma("unroll 8") for (int i = THREAD; i < n; i += N_THREADS) {
-    u64 rank = ranked(logits[i], i);
-    bad |= rank >> 32 == 0 || rank >> 32 == 0xff800000u;  // NaN, +inf
-    best = rank > best ? rank : best;
-  }
-  best = block_max_u64(best);
-  if (block_max_u64((u64)bad) || best >> 32 == 0x007fffffu) return 0;
-  return best;
-}
-KERNEL greedy_f32(const float* logits, int* id, int n) {
+KERNEL best_logits_f32(const float* logits, u64* best, int n) {
   wait_for_inputs();
-  u64 best = best_logit(logits, n);
+  u64 mine = 0;
+  _Pragma("unroll 8") for (int i = BLOCK_X * LOGITS + THREAD; i < imin(BLOCK_X * LOGITS + LOGITS, n); i += N_THREADS) {
+    u64 rank = ranked(logits[i], i);
+    if (rank >> 32 == 0 || rank >> 32 == 0xff800000u) rank = BAD;
+    mine = rank > mine ? rank : mine;
+  }
+  mine = block_max_u64(mine);
+  if (THREAD == 0) best[BLOCK_X] = mine;
+}
+// Of the parts' best ones, 0 if the row cannot be sampled.
+DEVICE u64 best_of(const u64* parts, int n_parts) {
+  u64 best = 0;
+  for (int i = THREAD; i < n_parts; i += N_THREADS) best = parts[i] > best ? parts[i] : best;
+  best = block_max_u64(best);
+  return best == BAD || best >> 32 == 0x007fffffu ? 0 : best;  // -inf
+}
+KERNEL greedy_f32(const u64* parts, int* id, int n_parts) {
+  wait_for_inputs();
+  u64 best = best_of(parts, n_parts);
   if (THREAD == 0) *id = best ? (int)~(u32)best : -1;
 }
 
@@ -47,13 +55,14 @@ DEVICE u64 weight_of(float logit, float top, float temperature) {
 // Found by radix on the sort key, 11, 11 and 10 bits (few logits share the first ones: sums of 64 bits in shared memory are slow
 // where many threads add to one), then among equal logits by their number.
 #define BINS 2048
-KERNEL temperature_f32(const float* logits, const long long* step, int* id, int n, float temperature, u64 seed) {
+KERNEL temperature_f32(const float* logits, const u64* parts, const long long* step, int* id, int n, int n_parts, float temperature,
+                       u64 seed) {
   wait_for_inputs();
   SHARED u64 weight[BINS];
   SHARED u64 of_32[BINS / 32];  // sums of 32 bins
   SHARED u64 target;
   SHARED u32 prefix;
-  u64 best = best_logit(logits, n);
+  u64 best = best_of(parts, n_parts);
   if (!best) {
     if (THREAD == 0) *id = -1;
     return;

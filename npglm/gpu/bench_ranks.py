@@ -18,7 +18,8 @@ from npglm.parallel import RankOps, Sharding
 
 ALONE = 36  # layers that one GPU holds by itself
 CONTEXTS = (0, 4096)
-QUIET = SimpleNamespace(sum=lambda x: x, outbox=lambda: None, barrier=lambda: None)  # ranks that add nothing up
+# Ranks that add nothing up, and take their own part for the whole.
+QUIET = SimpleNamespace(sum=lambda x: x, join=lambda x, first, n: x, outbox=lambda: None, barrier=lambda: None)
 VERBS = (
     "rope_table", "embed", "rms_norm", "projections", "indexer", "attend", "linear", "add_norm", "dense_ffn", "moe_ffn",
 )  # fmt: skip

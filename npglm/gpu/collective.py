@@ -8,6 +8,7 @@ from npglm.errors import NpglmError
 from npglm.gpu.device import visible
 from npglm.gpu.elementwise import sum_add_norm
 from npglm.gpu.matmul import NOWHERE
+from npglm.parallel import padded
 
 BLOCK = 256  # values of a sum that a block of threads makes
 CAPACITY = 1 << 18  # values that an inbox holds of each rank: the logits of a step
@@ -108,11 +109,20 @@ class Collective:
         """The sum of all ranks' arrays f32 of one shape, the same bits on all of them."""
         y = self.ops.empty(x.shape, np.float32)
         if self.inboxes and x.size <= CAPACITY:
-            inboxes, calls, *where = self._sums
-            self.ops.launch("exchange_sum_f32", (-(-x.size // BLOCK),), BLOCK, x, y, inboxes, calls, x.size, *where)
-        else:
-            stream = self.ops.device.cupy.cuda.get_current_stream().ptr
-            self._communicator.allReduce(x.data.ptr, y.data.ptr, x.size, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM, stream)
+            return self._exchange(x, y, 0)
+        stream = self.ops.device.cupy.cuda.get_current_stream().ptr
+        self._communicator.allReduce(x.data.ptr, y.data.ptr, x.size, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM, stream)
+        return y
+
+    def join(self, x, first: int, n: int):
+        """x [T,m], whose columns are those from `first` on of n, and other ranks' -> [T,n], the same on all of them."""
+        if self.inboxes and len(x) == 1 and n <= CAPACITY:
+            return self._exchange(x, self.ops.empty((1, n), np.float32), first)
+        return self.sum(padded(x, first, n, self.ops))
+
+    def _exchange(self, x, y, first: int):
+        inboxes, calls, *where = self._sums
+        self.ops.launch("exchange_sum_f32", (-(-y.size // BLOCK),), BLOCK, x, y, inboxes, calls, y.size, first, x.size, *where)
         return y
 
     def outbox(self) -> Outbox | None:

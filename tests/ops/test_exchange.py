@@ -66,9 +66,9 @@ def added(parts):
     return total
 
 
-def exchange_sum(inboxes, part, **defines):
-    ops, n = inboxes.ops, len(part)
-    y, where = ops.empty((n,), np.float32), (n, CAPACITY, inboxes.rank, inboxes.world)
+def exchange_sum(inboxes, part, first: int = 0, n: int | None = None, **defines):
+    ops, n = inboxes.ops, len(part) if n is None else n
+    y, where = ops.empty((n,), np.float32), (n, first, len(part), CAPACITY, inboxes.rank, inboxes.world)
     args = ops.array(part, np.float32), y, inboxes.addresses, inboxes.calls, *where
     ops.launch("exchange_sum_f32", (-(-n // 256),), 256, *args, **defines)
     return ops.numpy(y)
@@ -85,6 +85,21 @@ def test_exchange_sum(place, rank, world):
         inboxes.fill(parts)
         assert exchange_sum(inboxes, parts[rank]).tobytes() == added(parts).tobytes()
         inboxes.check_given(parts[rank])
+    ops.device.verify()
+
+
+@every_place
+@pytest.mark.parametrize(("n", "first", "stop"), [(1023, 0, 512), (1023, 300, 301), (513, 256, 513), (300, 0, 300)])
+def test_exchange_of_columns(place, n, first, stop):
+    """Of all n values a rank has some: what it gives of the others is 0."""
+    ops, rng = check.PLACES[place]("f32"), np.random.default_rng(n)
+    inboxes = Inboxes(ops, 1, 3)
+    for _ in range(2):
+        parts = parts_of(rng, 3, n)
+        parts[1, :first] = parts[1, stop:] = 0
+        inboxes.fill(parts)
+        assert exchange_sum(inboxes, parts[1, first:stop], first, n).tobytes() == added(parts).tobytes()
+        inboxes.check_given(parts[1])
     ops.device.verify()
 
 

@@ -11,7 +11,7 @@ from npglm.sampler import Sampler
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 def test_sample(place, temperature):
     op, rng = Op(place), np.random.default_rng(1)
-    for n in (1, 1000, 1024, 3001):
+    for n in (1, 1000, 4096, 4097, 9001):  # parts of 4096
         logits = rng.normal(0, 2, n).astype(np.float32)
         logits[:: max(1, n // 7)] = 1.25  # equal logits
         logits[n // 2 + 1 : n // 2 + 4] = -np.inf
@@ -24,9 +24,13 @@ def test_sample(place, temperature):
 @every_place
 def test_not_finite(place):
     op = Op(place)
-    for bad in (np.nan, np.inf):
-        logits = np.zeros(70, np.float32)
-        logits[69] = bad
-        for temperature in (0.0, 1.0):
-            assert op.run("sample", logits, np.array([0], np.int64), temperature=temperature)[0] == -1
-    assert op.run("sample", np.full(70, -np.inf, np.float32), np.array([0], np.int64))[0] == -1
+    for n in (70, 5000):
+        for bad in (np.nan, np.inf):
+            logits = np.zeros(n, np.float32)
+            logits[n - 1] = bad
+            for temperature in (0.0, 1.0):
+                assert op.run("sample", logits, np.array([0], np.int64), temperature=temperature)[0] == -1
+        logits = np.full(n, -np.inf, np.float32)
+        assert op.run("sample", logits, np.array([0], np.int64))[0] == -1
+        logits[n - 1] = -1e30
+        assert op.run("sample", logits, np.array([0], np.int64))[0] == n - 1
