@@ -394,8 +394,8 @@ class RankOps:
     def moe_ffn(self, h, w, config, probe=NO_PROBE):
         if self._experts is None:
             return self._sum(self.ops.moe_ffn, h, w, config, probe)
-        experts, weights = self.ops.route(h, w, config, probe)
-        return self._sum(self.ops.moe_experts, h, w, self.ops.local_experts(experts, *self._experts), weights, probe)
+        experts, weights = self.ops.route(h, w, config, probe, held=self._experts)
+        return self._sum(self.ops.moe_experts, h, w, experts, weights, probe)
 
     def _sum(self, verb, *arguments):
         """The sum over the ranks of what a verb makes; where the verb sends it out itself, its own part, for add_norm."""

@@ -94,11 +94,12 @@ key ?f32[1,J], key_weight ?f32[J], key_bias ?f32[J], keys ?=f16[capacity,J], key
 matvec_ffn: matvec_gate_up_swiglu_<t>(gate u8[W], gate_scales ?u8[W/4], gate_d f16[D], up u8[W], up_scales ?u8[W/4], up_d f16[D], \
 x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], experts ?i32[pairs], y =f32[pairs,n_out], n_out i32, x_div i32, \
 settled i32, logits ?f32[T,E], bias ?f32[E], routed ?=i32[T,K], weights ?=f32[T,K], n_experts i32, n_chosen i32, normalise i32, \
-min_sum f32, scale f32)
+min_sum f32, scale f32, first i32, count i32)
 matvec_ffn: matvec_down_combine_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,K,n_in], x_d any[T,K,blocks], sums ?i16[T,K,n_in/16], \
 experts i32[T,K], weights f32[T,K], beside ?f32[T,n_out], y =f32[T,n_out], n_out i32, settled i32, \
 inboxes ?u64[world], calls ?i32[blocks], capacity i32, rank i32, world i32)
-matvec_f32: matvec_f32_f32(w f32[n_out,n_in], x f32[T,n_in], y =f32[T,n_out], n_in i32, n_out i32)
+matvec_f32: matvec_f32_f32(w f32[n_out,n_in], x f32[T,n_in], y =f32[T,n_out], n_in i32, n_out i32, pending ?=i32[T,K], \
+n_pending i32)
 matmul: matmul_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], order ?i32[pairs], \
 tile_expert ?i32[tiles], tile_first ?i32[tiles], first ?i32[E+1], y =f32[pairs,n_out]~, n_tokens i32, n_out i32, \
 n_matrices i32, x_div i32, y_stride i64)
@@ -107,7 +108,8 @@ tile_first ?i32[tiles], first ?i32[E+1], y =f32[pairs,n_out]~, n_tokens i32, n_i
 x_stride i64, y_stride i64)
 moe: select_experts_f32(score f32[T,E], experts =i32[T,K], n i32, n_chosen i32)
 moe: route_f32(logits f32[T,E], bias ?f32[E], probs ?=f32[T,E], biased ?=f32[T,E], experts =i32[T,K], weights ?=f32[T,K], \
-weights_norm ?=f32[T,K], weights_scaled =f32[T,K], n i32, n_chosen i32, normalise i32, min_sum f32, scale f32)
+weights_norm ?=f32[T,K], weights_scaled =f32[T,K], n i32, n_chosen i32, normalise i32, min_sum f32, scale f32, \
+first i32, count i32)
 moe: moe_sort(experts i32[T,K], order =i32[T*K], first =i32[E+1], n_pairs i32, n_experts i32)
 moe: moe_tiles(first i32[E+1], tile_expert =i32[tiles], tile_first =i32[tiles], n_experts i32, n_tiles i32, width i32)
 moe: zero_pairs_f32(experts i32[pairs], y =f32[pairs,n]~, n i32, y_stride i64)

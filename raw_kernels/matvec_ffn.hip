@@ -1,15 +1,21 @@
 // The FFN of few tokens (dots.hip): gate, up and SwiGLU in one pass, and the down products of a token's experts added up.
-// An expert of -1 counts as zero. settled: the kernel before this one has not written experts, so that they may be read early.
+// An expert of -1 counts as zero. settled: experts may be read early: the kernel before this one has not written them, or
+// does so in place of NOT_YET.
 
 // Read early it must come from memory: a first-level cache may hold what was there before.
-DEVICE int expert_at(const int* experts, int i) { return ((const volatile int*)experts)[i]; }
+DEVICE int expert_at(const int* experts, int i) {
+  int expert;
+  do expert = ((const volatile int*)experts)[i];
+  while (expert == NOT_YET);
+  return expert;
+}
 
 // y[pair, row] = swiglu(gate, up). Where logits are given, the first block of threads of each token routes it meanwhile (router.hip).
 KERNEL AT_MOST(BLOCK) JOIN(matvec_gate_up_swiglu_, TYPE)(const u8* gate, const u8* gate_scales, const u16* gate_d, const u8* up,
                                           const u8* up_scales, const u16* up_d, const s8* x, const void* x_d, const short* sums,
                                           const int* experts, float* y, int n_out, int x_div, int settled, const float* logits,
                                           const float* bias, int* routed, float* weights, int n_experts, int n_chosen, int normalise,
-                                          float min_sum, float scale) {
+                                          float min_sum, float scale, int first, int count) {
   DYNAMIC_SHARED(memory);
   int pair = BLOCK_Z * x_div + BLOCK_Y, block = logits ? BLOCK_X - 1 : BLOCK_X;
   int row = imin(imax(block, 0) * BLOCK_ROWS + THREAD / GROUP * ROWS, n_out - ROWS);
@@ -20,10 +26,12 @@ KERNEL AT_MOST(BLOCK) JOIN(matvec_gate_up_swiglu_, TYPE)(const u8* gate, const u
   if (experts && !settled) wait_for_inputs();
   long long matrix = experts ? expert_at(experts, pair) : 0;
   g = FROM_ROW(g, matrix * n_out + row), v = FROM_ROW(v, matrix * n_out + row);
-  if (matrix >= 0) start_dots(ring, g, v, 2);
+  Routing r = {};
+  if (block < 0) r = start_route(bias, n_experts, n_chosen, memory);
+  else if (matrix >= 0) start_dots(ring, g, v, 2);
   wait_for_inputs();
   if (block < 0) {
-    route(logits, bias, 0, 0, routed, 0, 0, weights, BLOCK_Z, n_experts, n_chosen, normalise, min_sum, scale, memory);
+    route(r, logits, 0, 0, routed, 0, 0, weights, BLOCK_Z, n_experts, n_chosen, normalise, min_sum, scale, first, count);
     return;
   }
   if (matrix >= 0) add_dots(acc, ring, g, v, 2, x, x_d, sums, BLOCK_Z, BLOCK_Z + 1, 1, 1.0f);

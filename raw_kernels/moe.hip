@@ -8,10 +8,13 @@ KERNEL select_experts_f32(const float* score, int* experts, int n, int n_chosen)
 }
 
 KERNEL route_f32(const float* logits, const float* bias, float* probs, float* biased, int* experts, float* weights,
-                 float* weights_norm, float* weights_scaled, int n, int n_chosen, int normalise, float min_sum, float scale) {
+                 float* weights_norm, float* weights_scaled, int n, int n_chosen, int normalise, float min_sum, float scale,
+                 int first, int count) {
   wait_for_inputs();
   DYNAMIC_SHARED(memory);
-  route(logits, bias, probs, biased, experts, weights, weights_norm, weights_scaled, BLOCK_X, n, n_chosen, normalise, min_sum, scale, memory);
+  Routing r = start_route(bias, n, n_chosen, memory);
+  route(r, logits, probs, biased, experts, weights, weights_norm, weights_scaled, BLOCK_X, n, n_chosen, normalise, min_sum, scale, first,
+        count);
 }
 
 // Pairs in order of their expert, equal ones in their own order, without those of expert -1. Block e finds where expert e's run

@@ -21,29 +21,40 @@ DEVICE void choose(const float* score, u64* best, int n, int n_chosen, int* chos
   barrier();
 }
 
+// Shared memory of route(), as much as route() in moe.py says.
+typedef struct {
+  u64* best;     // [CANDIDATES(n, n_chosen)]
+  float* prob;   // [n]
+  float* score;  // [n] biased
+  int* chosen;   // [n_chosen]
+} Routing;
+// What begins it, of weights only. bias may be null.
+DEVICE Routing start_route(const float* bias, int n, int n_chosen, char* memory) {
+  Routing r;
+  r.best = (u64*)memory, r.prob = (float*)(r.best + CANDIDATES(n, n_chosen)), r.score = r.prob + n, r.chosen = (int*)(r.score + n);
+  for (int i = THREAD; i < n; i += N_THREADS) r.score[i] = bias ? bias[i] : 0.0f;
+  return r;
+}
 // Of token t: probs = sigmoid(logits), biased = probs + bias; experts by biased; weights: probs of the chosen, renormalised, then scaled.
-// Outputs that nobody reads may be null. min_sum: lower bound of the weights' sum. memory: shared, as much as route() in moe.py says.
-DEVICE void route(const float* logits, const float* bias, float* probs, float* biased, int* experts, float* weights, float* weights_norm,
-                  float* weights_scaled, long long t, int n, int n_chosen, int normalise, float min_sum, float scale, char* memory) {
-  u64* best = (u64*)memory;                                // [CANDIDATES(n, n_chosen)]
-  float* prob = (float*)(best + CANDIDATES(n, n_chosen));  // [n]
-  float* score = prob + n;                                 // [n] biased
-  int* chosen = (int*)(score + n);                         // [n_chosen]
+// Outputs that nobody reads may be null. min_sum: lower bound of the weights' sum. Of the experts those from `first` on are here,
+// `count` of them, and get the number of their place; others -1.
+DEVICE void route(Routing r, const float* logits, float* probs, float* biased, int* experts, float* weights, float* weights_norm,
+                  float* weights_scaled, long long t, int n, int n_chosen, int normalise, float min_sum, float scale, int first, int count) {
   for (int i = THREAD; i < n; i += N_THREADS) {
     float p = 1.0f / (1.0f + expf(-logits[t * n + i]));
-    prob[i] = p;
-    score[i] = bias ? p + bias[i] : p;
+    r.prob[i] = p, r.score[i] += p;
     if (probs) probs[t * n + i] = p;
-    if (biased) biased[t * n + i] = score[i];
+    if (biased) biased[t * n + i] = r.score[i];
   }
   barrier();
-  choose(score, best, n, n_chosen, chosen);
+  choose(r.score, r.best, n, n_chosen, r.chosen);
   float sum = 0;
-  for (int k = 0; k < n_chosen; k++) sum += prob[chosen[k]];
+  for (int k = 0; k < n_chosen; k++) sum += r.prob[r.chosen[k]];
   sum = !normalise ? 1.0f : sum < min_sum ? min_sum : sum;  // NaN stays NaN
   for (int k = THREAD; k < n_chosen; k += N_THREADS) {
-    float p = prob[chosen[k]];
-    experts[t * n_chosen + k] = chosen[k];
+    float p = r.prob[r.chosen[k]];
+    int place = r.chosen[k] - first;
+    experts[t * n_chosen + k] = place >= 0 && place < count ? place : -1;
     if (weights) weights[t * n_chosen + k] = p;
     if (weights_norm) weights_norm[t * n_chosen + k] = p / sum;
     weights_scaled[t * n_chosen + k] = p / sum * scale;

@@ -349,8 +349,8 @@ def select_experts(ops, biased, k: int):
     return chosen
 
 
-def route(ops, h, w, config, probe=NO_PROBE):
-    """h [T,D] -> experts int32 [T,K], weights [T,K]."""
+def route(ops, h, w, config, probe=NO_PROBE, held=None):
+    """h [T,D] -> experts int32 [T,K], weights [T,K]. held: (first, count) of local_experts(), which is then applied."""
     c = config
     logits = ops.linear(h, w.ffn_gate_inp)  # [T,E]
     if ops.fused and probe is NO_PROBE:
@@ -359,7 +359,7 @@ def route(ops, h, w, config, probe=NO_PROBE):
         bias = 0 if bias is None else int(bias.fields[0])
         sizes = (*logits.shape, c.n_chosen, int(c.expert_norm), c.expert_scale)
         entries.route(ops.ws, address_of(logits), bias, *sizes, address_of(experts), address_of(weights))
-        return experts, weights
+        return ops.local_experts(experts, *held) if held else experts, weights
     probe("ffn_moe_logits", logits)
     probs = ops.sigmoid(logits)
     probe("ffn_moe_probs", probs)
@@ -374,7 +374,7 @@ def route(ops, h, w, config, probe=NO_PROBE):
     probe("ffn_moe_weights_norm", weights)
     weights = weights * np.float32(c.expert_scale)
     probe("ffn_moe_weights_scaled", weights)
-    return experts, weights
+    return ops.local_experts(experts, *held) if held else experts, weights
 
 
 def gate_up_swiglu(ops, h, gate, up, probe=NO_PROBE):

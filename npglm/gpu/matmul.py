@@ -107,9 +107,10 @@ def _round(x, kind: str, ops):
     return y
 
 
-def linear(x, w, *, ops, to=None):
-    """x [T,in], w [out,in] -> [T,out]. to: a npglm.gpu.collective.Outbox, which a product of few tokens may use."""
-    return _product(x, w, ops.empty((len(x), w.n_out), np.float32), ops, to=to)
+def linear(x, w, *, ops, to=None, pending=None):
+    """x [T,in], w [out,in] -> [T,out]. to: a npglm.gpu.collective.Outbox, which a product of few tokens may use. pending: int32 [T,n]
+    that becomes NOT_YET (raw_kernels/preamble.hip); only where is_few_f32()."""
+    return _product(x, w, ops.empty((len(x), w.n_out), np.float32), ops, to=to, pending=pending)
 
 
 def linear_beside(x, w, other, its_w, ops):
@@ -132,7 +133,12 @@ def linear_experts(x, w, experts, *, ops):
     return _product(x, w, ops.empty((*experts.shape, w.n_out), np.float32), ops, experts)
 
 
-def _product(x, w, y, ops, experts=None, to=None):
+def is_few_f32(x, w) -> bool:
+    """Whether x times w is raw_kernels/matvec_f32.hip's, as the router's is."""
+    return w.type == "f32" and len(x) <= FEW_TOKENS and w.n_matrices == 1 and w.n_in % 4 == 0
+
+
+def _product(x, w, y, ops, experts=None, to=None, pending=None):
     n_tokens, n_pairs, n_in, n_out = len(x), y.size // w.n_out, w.n_in, w.n_out
     x_div = n_pairs // (x.size // n_in)  # K where one row of x serves all experts of its token
     n_matrices = 1 if experts is not None else w.n_matrices
@@ -140,9 +146,9 @@ def _product(x, w, y, ops, experts=None, to=None):
         return _matvec(x, w, y, n_pairs, n_matrices, x_div, experts, ops, to)
     a = round_activations(x, w, ops)
     shape = (n_in, n_out, n_matrices, x_div)
-    if w.type == "f32" and n_tokens <= FEW_TOKENS and experts is None and n_matrices == 1 and n_in % 4 == 0:
-        rows = w.w.view(np.float32)
-        ops.launch("matvec_f32_f32", (n_out, n_tokens), 256, rows, a, y, n_in, n_out)
+    if experts is None and is_few_f32(x, w):
+        rows, marked = w.w.view(np.float32), (None, 0) if pending is None else (pending, pending.shape[1])
+        ops.launch("matvec_f32_f32", (n_out, n_tokens), 256, rows, a, y, n_in, n_out, *marked)
         return y
     height, width = (TILE_ROWS, tile_tokens(w, n_pairs, ops.device)) if w.fast else (DECODED_WIDTH, DECODED_WIDTH)
     if experts is None:

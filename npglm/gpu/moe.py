@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from npglm.gpu.matmul import FEW_TOKENS, NOWHERE, UNIT_VALUES, linear_beside, matvec_grid, round_activations
+from npglm.gpu.matmul import FEW_TOKENS, NOWHERE, UNIT_VALUES, is_few_f32, linear_beside, matvec_grid, round_activations
 from npglm.trace.probes import NO_PROBE
 
-GATE_ROWS = {"q8_0": 1, "q2_k": 2}  # that a group of matvec_gate_up_swiglu makes
+GATE = {"q8_0": {"BLOCK": 256}, "q2_k": {"ROWS": 2}}  # of matvec_gate_up_swiglu
 # Of matvec_down_combine, whose groups share a block's rows.
 DOWN = {
     "q8_0": {"BLOCK": 256, "GROUP": 32, "ROWS": 4}, "q2_k": {"BLOCK": 256, "GROUP": 32, "ROWS": 8, "RING": 4, "REFILL": 2},
 }  # fmt: skip
 MIN_WEIGHT_SUM = 6.103515625e-5  # reference/ops/moe.py
-NO_ROUTE = (None,) * 4 + (0,) * 5  # of matvec_gate_up_swiglu: no token is routed meanwhile
+NO_ROUTE = (None,) * 4 + (0,) * 7  # of matvec_gate_up_swiglu: no token is routed meanwhile
 
 
 def select_experts(biased, k: int, *, ops):
@@ -33,13 +33,18 @@ def _candidate_bytes(n: int, k: int, ops) -> int:
     return 8 * -(-n // lanes) * min(k, lanes)
 
 
-def route(h, w, config, probe=NO_PROBE, *, ops):
-    """h [T,D] -> experts int32 [T,K], weights [T,K]. Fused, the shared expert's gate_up_swiglu() comes with it, and is remembered."""
-    c = config
-    logits = ops.linear(h, w.ffn_gate_inp)  # [T,E]
-    probe("ffn_moe_logits", logits)
-    n_tokens, n = logits.shape
+def route(h, w, config, probe=NO_PROBE, held=None, *, ops):
+    """h [T,D] -> experts int32 [T,K], weights [T,K]. held: (first, count) of local_experts(), which is then applied.
+
+    Fused, the shared expert's gate_up_swiglu() comes with it, and is remembered.
+    """
+    c, n_tokens, n = config, len(h), w.ffn_gate_inp.n_out
     experts, scaled = (ops.empty((n_tokens, c.n_chosen), t) for t in (np.int32, np.float32))
+    gate, up = getattr(w, "ffn_gate_shexp", None), getattr(w, "ffn_up_shexp", None)
+    fusible = gate and _fusible(h, gate, up, ops)
+    pending = experts if fusible and is_few_f32(h, w.ffn_gate_inp) and c.n_chosen <= 256 else None
+    logits = ops.linear(h, w.ffn_gate_inp, pending=pending)  # [T,E]
+    probe("ffn_moe_logits", logits)
     probs = biased = weights = norm = None
     if not ops.fused:
         probs, biased = (ops.empty(logits.shape, np.float32) for _ in range(2))
@@ -47,10 +52,12 @@ def route(h, w, config, probe=NO_PROBE, *, ops):
     shared = _candidate_bytes(n, c.n_chosen, ops) + 8 * n + 4 * c.n_chosen
     outputs = (probs, biased, experts, weights, norm, scaled)
     limits = (n, c.n_chosen, c.expert_norm, MIN_WEIGHT_SUM, c.expert_scale)
-    gate, up = getattr(w, "ffn_gate_shexp", None), getattr(w, "ffn_up_shexp", None)
-    if gate and _fusible(h, gate, up, ops):
+    limits += held if held and ops.fused else (0, n)
+    if fusible:
         x = _fused_gate_up(h, gate, up, None, ops, (logits, w.exp_probs_b, experts, scaled, *limits), shared)
         ops.remembered[("gate_up",)] = [(h, (gate, x))]
+        if pending is not None:
+            ops.remembered[("pending",)] = [(pending, True)]
         return experts, scaled
     ops.launch("route_f32", (n_tokens,), 256, logits, w.exp_probs_b, *outputs, *limits, shared=shared)
     if not ops.fused:
@@ -60,6 +67,7 @@ def route(h, w, config, probe=NO_PROBE, *, ops):
         probe("ffn_moe_weights", weights)
         probe("ffn_moe_weights_norm", norm)
         probe("ffn_moe_weights_scaled", scaled)
+        experts = ops.local_experts(experts, *held) if held else experts
     return experts, scaled
 
 
@@ -120,8 +128,9 @@ def _fused_gate_up(h, gate, up, experts, ops, routing=NO_ROUTE, shared=0):
     n_pairs = y.size // gate.n_out
     a = round_activations(h, gate, ops)
     n_chosen = n_pairs // len(h)
-    grid, variant = matvec_grid(gate, ROWS=GATE_ROWS[gate.type])
-    settled = experts is not None and ops.device.settled(experts)  # their weights may be fetched before the last kernel ends
+    grid, variant = matvec_grid(gate, **GATE[gate.type])
+    # Their weights may be fetched before the last kernel ends.
+    settled = experts is not None and bool(ops.recall(("pending",), experts) or ops.device.settled(experts))
     args = (*gate.parts, *up.parts, *a, experts, y, gate.n_out, n_chosen, settled, *routing)
     grid = (grid + (routing is not NO_ROUTE), n_chosen, len(h))
     ops.launch(f"matvec_gate_up_swiglu_{gate.type}", grid, variant["BLOCK"], *args, shared=shared, **variant)

@@ -30,8 +30,9 @@ def route_weights(probs, experts, config, probe=NO_PROBE, num: Numerics = F32) -
     return weights
 
 
-def route(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray, np.ndarray]:
+def route(h, w, config, probe=NO_PROBE, held=None, num: Numerics = F32) -> tuple[np.ndarray, np.ndarray]:
     """h [T,D] -> experts int32 [T,K], weights [T,K]. The bias serves the choice only; weights are renormalised, then scaled.
+    held: (first, count) of local_experts(), which is then applied.
 
     Sigmoid scores with a selection bias: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -44,7 +45,8 @@ def route(h, w, config, probe=NO_PROBE, num: Numerics = F32) -> tuple[np.ndarray
     probe("ffn_moe_probs_biased", biased)
     experts = select_experts(biased, c.n_chosen, num=num)  # [T,K]
     probe("ffn_moe_topk", experts)
-    return experts, route_weights(probs, experts, c, probe, num=num)
+    weights = route_weights(probs, experts, c, probe, num=num)  # [T,K]
+    return local_experts(experts, *held) if held else experts, weights
 
 
 def local_experts(experts: np.ndarray, first: int, count: int, num: Numerics = F32) -> np.ndarray:

@@ -8,6 +8,7 @@ from check import Op, both_numerics, every_place, tensor
 from gguf import GGMLQuantizationType as T
 from test_matmul import experts_of, x_of
 
+from npglm.trace.probes import NO_PROBE
 from raw_kernels import KERNELS
 
 CONFIG = SimpleNamespace(n_chosen=3, expert_norm=True, expert_scale=2.5)
@@ -45,7 +46,9 @@ def test_route(place, traced, bias):
     if not bias:
         w.exp_probs_b = None
     op = Op(place, traced=traced)
-    op.check("route", x_of(2, 9, 256), w, CONFIG)
+    for n_tokens in (1, 9, 17):  # 17: each kernel by itself
+        for held in (None, (0, 5), (5, 6), (10, 1)):
+            op.check("route", x_of(2, n_tokens, 256), w, CONFIG, NO_PROBE, held)
 
 
 @every_place
@@ -133,21 +136,30 @@ def test_experts_that_are_not_here(place, numerics, traced, n_tokens):
         assert not made[experts < 0].any()
 
 
-def test_experts_are_read_early_only_where_they_are_settled():
-    """The routed products fetch weights before the kernel before them ends, unless that one makes the choice."""
-    op, launched = Op("emulated-32"), []
+@pytest.mark.parametrize("router", [T.F32, T.Q8_0])
+def test_experts_are_read_early_only_where_they_are_settled(router):
+    """The routed products fetch weights before the kernel before them ends; where that one makes the choice, an f32 router's product
+    has marked the places that it fills."""
+    op, launched, marked = Op("emulated-32"), [], []
     ops, launch = op.ops, op.ops.launch
 
     def noted(name, grid, block, *args, **more):
-        names = [argument.name for argument in KERNELS[name].arguments]
-        if name.endswith("q2_k") and "settled" in names:
-            launched.append((name[:12], args[names.index("settled")]))
+        given = dict(zip((argument.name for argument in KERNELS[name].arguments), args, strict=True))
+        if name.endswith("q2_k") and "settled" in given:
+            launched.append((name[:12], given["settled"]))
         launch(name, grid, block, *args, **more)
+        if name == "matvec_f32_f32":
+            marked.append((given["pending"], ops.numpy(given["pending"]).tolist()))
 
     ops.launch = noted
-    w, norm = op.there(ffn_weights()), op.there(tensor(np.random.default_rng(1), T.F32, 256))
+    weights = ffn_weights()
+    weights.ffn_gate_inp = tensor(np.random.default_rng(2), router, 11, 256)
+    w, norm = op.there(weights), op.there(tensor(np.random.default_rng(1), T.F32, 256))
     h, other = (ops.rms_norm(op.there(x_of(seed, 1, 256)), norm, 1e-5) for seed in (5, 6))  # with their 8-bit blocks
     chosen = ops.route(h, w, CONFIG)
     ops.moe_experts(h, w, *chosen)
     ops.moe_experts(other, w, *chosen)  # its shared expert's gate and up come between
-    assert launched == [("matvec_gate_", False), ("matvec_down_", True), ("matvec_gate_", True), ("matvec_down_", True)]
+    first = router is T.F32
+    assert launched == [("matvec_gate_", first), ("matvec_down_", True), ("matvec_gate_", True), ("matvec_down_", True)]
+    assert [places for _, places in marked] == ([[[-2] * CONFIG.n_chosen]] if first else [])
+    assert all(array is chosen[0] for array, _ in marked)
