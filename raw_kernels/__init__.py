@@ -77,7 +77,8 @@ matvec: matvec_<t>(w u8[W], scales ?u8[W/4], d f16[D], x s8[T,n_in], x_d any[T,b
 y =f32[pairs,n_out]~, q ?=s8[pairs,n_out], y_d ?=f16[pairs,n_out/32], n_pairs i32, n_out i32, n_matrices i32, x_div i32, y_stride i64, \
 inboxes ?u64[world], calls ?i32[blocks], capacity i32, rank i32, world i32)
 matvec_rounding: matvec_rounding_<t>(w u8[W], d f16[D], x f32[pairs,n_in]~, y =f32[pairs,n_out]~, n_out i32, n_matrices i32, \
-x_stride i64, y_stride i64, beside ?f32[m], beside_q ?=s8[m], beside_d ?=f32[m/256], beside_sums ?=i16[m/16], n_beside i32)
+x_stride i64, y_stride i64, beside ?f32[m], beside_q ?=s8[m], beside_d ?=f32[m/256], beside_sums ?=i16[m/16], n_beside i32, \
+beside_n i32)
 matvec_merge: matvec_merge_<t>(w u8[W], d f16[D], part f32[T,splits,H,n_in], part_ml f32[T,splits,H,2], y =f32[T,H,n_out], \
 q =s8[T,H,n_out], y_d =f16[T,H,n_out/32], n_out i32, heads i32, splits i32)
 matvec_projections: matvec_projections_<t>(x s8[T,n_in], x_d any[T,blocks], sums ?i16[T,n_in/16], \

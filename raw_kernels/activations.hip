@@ -50,7 +50,8 @@ KERNEL quantize_q8_k(const float* x, s8* q, float* d, short* sums, int n_rows, i
   wait_for_inputs();
   float values[PER_LANE];
   long long b = load_block(x, n_rows, n, x_stride, values);
-  if (b >= 0) store_q8_k(values, q + b * 256, d + b, sums + b * 16);
+  long long row = b / (n / 256);
+  if (b >= 0) store_q8_k(values, (int)(b % (n / 256)), q + row * n, d + row * (n / 256), sums + row * (n / 16));
 }
 KERNEL round_q8_k_f32(const float* x, float* y, int n_rows, int n, long long x_stride) {
   wait_for_inputs();

@@ -59,18 +59,19 @@ DEVICE float q8_k_factor(const float* x, float* d) {
   return factor;
 }
 // Where value i of a block, i % 4 == 0, lies in q: the 16 values that bits 2j of a quarter p of 2-bit weights go with (dots.hip) are
-// number 4 * j + p, so that neighbouring threads read neighbouring ones.
-DEVICE int q8_k_place(int i) { return (i >> 5 & 3) * 64 + (i >> 7) * 32 + (i & 31); }
-// q (256, as said), d, sums of each 16 values (16).
-DEVICE void store_q8_k(const float* x, s8* q, float* d, short* sums) {
+// number 4 * j + p, so that neighbouring threads read neighbouring ones; of odd blocks j and j ^ 1 change places, so that the threads of
+// two blocks read other banks.
+DEVICE int q8_k_place(int i, int block) { return (((i >> 5) ^ (block & 1)) & 3) * 64 + (i >> 7) * 32 + (i & 31); }
+// Block number b of a row: of its q (256, as said), d, and sums of each 16 values (16).
+DEVICE void store_q8_k(const float* x, int b, s8* q, float* d, short* sums) {
   float scale, factor = q8_k_factor(x, &scale);
   int sum = 0;
   UNROLL for (int j = 0; j < PER_LANE; j += 4) {
     u32 packed = pack4(x + j, factor);
-    *(u32*)(q + q8_k_place(LANE * PER_LANE + j)) = packed;
+    *(u32*)(q + b * 256 + q8_k_place(LANE * PER_LANE + j, b)) = packed;
     sum = dot4((int)packed, 0x01010101, sum);
   }
   sum = lane_sum_int(sum, 16 / PER_LANE);
-  if (LANE % (16 / PER_LANE) == 0) sums[LANE / (16 / PER_LANE)] = (short)sum;
-  if (LANE == 0) *d = scale;
+  if (LANE % (16 / PER_LANE) == 0) sums[b * 16 + LANE / (16 / PER_LANE)] = (short)sum;
+  if (LANE == 0) d[b] = scale;
 }

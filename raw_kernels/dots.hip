@@ -60,8 +60,9 @@ DEVICE W_q2_k fetch_q2_k(Matrix m, int r, int step) {
 DEVICE X_q2_k load_q2_k(const s8* x, const void* x_d, const short* sums, int u, int step) {
   X_q2_k r;
   r.d = ((const float*)x_d + (u >> 2))[step * GROUP / 4];
-  x += (u >> 2) * 256 + (u & 3) * 16;
-  UNROLL for (int j = 0; j < 4; j++) r.q[j] = *(const I4*)(x + step * GROUP * 64 + 64 * j);  // as blocks.hip places them
+  x += (u >> 2) * 256 + (u & 3) * 16 + step * GROUP * 64;
+  int odd = ((u >> 2) + step * GROUP / 4) & 1;
+  UNROLL for (int j = 0; j < 4; j++) r.q[j] = *(const I4*)(x + (j ^ odd) * 64);  // as blocks.hip places them
   I4 s = *(const I4*)(sums + (u >> 1) * 8 + step * GROUP * 4);  // word j holds the sums of quarters p and p + 1
   int shift = 16 * (u & 1);
   r.sums02 = (int)(((u32)s.x >> shift & 0xffff) | (u32)s.z >> shift << 16);

@@ -114,7 +114,12 @@ typedef struct {
 DEVICE void copy(Stage s, Source from, int k0) {
   UNROLL for (int i0 = 0; i0 < BLOCK_TOKENS * DEPTH / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (DEPTH / 16), k = i % (DEPTH / 16) * 16;
-    if (r < from.tokens) stage16(s.x + r * X_PITCH + k, from.x + (long long)from.x_row[r] * N_IN + k0 + k, true);
+#ifdef IS_Q2_K
+    int to = k ^ (k0 / 256 & 1) * 64;  // blocks.hip: odd blocks
+#else
+    int to = k;
+#endif
+    if (r < from.tokens) stage16(s.x + r * X_PITCH + to, from.x + (long long)from.x_row[r] * N_IN + k0 + k, true);
   }
   UNROLL for (int i0 = 0; i0 < ROWS * W_BYTES / 16; i0 += BLOCK) {
     int i = i0 + THREAD, r = i / (W_BYTES / 16), k = i % (W_BYTES / 16) * 16;
@@ -170,7 +175,7 @@ DEVICE void multiply(float* total, Stage s, int token0, int row0, int tiles) {
       }
       UNROLL for (int a = 0; a < TOKEN_TILES; a++)
         if (a < tiles) {
-          TileA xa = tile_a(s.x + (token0 + a * TILE) * X_PITCH + (j * 2 + half) * 32, X_PITCH);  // q8_k_place() of blocks.hip
+          TileA xa = tile_a(s.x + (token0 + a * TILE) * X_PITCH + (j * 2 + half) * 32, X_PITCH);  // as blocks.hip places them
           UNROLL for (int b = 0; b < ROW_TILES; b++) tile_s8(acc + (a * ROW_TILES + b) * TILE_ACC, xa, wb[b]);
         }
     }

@@ -46,7 +46,7 @@ DEVICE void load_mine(const float* x, float* mine) {  // of each turn the PER_LA
   }
 }
 DEVICE void round_q8_0(const float* x, int b, s8* q, u16* d, short* sums) { (void)sums, store_q8_0(x, q + b * 256, d + b * 8); }
-DEVICE void round_q2_k(const float* x, int b, s8* q, u16* d, short* sums) { store_q8_k(x, q + b * 256, (float*)d + b, sums + b * 16); }
+DEVICE void round_q2_k(const float* x, int b, s8* q, u16* d, short* sums) { store_q8_k(x, b, q, (float*)d, sums); }
 
 KERNEL AT_MOST(BLOCK) JOIN(matvec_queries_, TYPE)(const u8* w, const u8* scales, const u16* d, const float* x, const float* weight,
                                                   const float* cosine, const float* sine, float* y, float* turned, float* normed,

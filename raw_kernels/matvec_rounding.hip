@@ -1,10 +1,10 @@
 // Products of few short rows (N_IN values) that each block of threads rounds to Q8_0 itself, which saves a launch.
 // Pair p takes matrix p % n_matrices and row p of x (x_stride elements, a multiple of 4). Blocks of threads past the last row round
-// n_beside values of another array, which this product has nothing to do with, to Q8_K: that saves a launch, too.
+// n_beside values of another array, of rows of beside_n, which this product has nothing to do with, to Q8_K: that saves a launch, too.
 
 KERNEL AT_MOST(BLOCK) JOIN(matvec_rounding_, TYPE)(const u8* w, const u16* d, const float* x, float* y, int n_out, int n_matrices,
                                                    long long x_stride, long long y_stride, const float* beside, s8* beside_q,
-                                                   float* beside_d, short* beside_sums, int n_beside) {
+                                                   float* beside_d, short* beside_sums, int n_beside, int beside_n) {
   SHARED s8 q[N_IN];
   SHARED u16 q_d[N_IN / 32];
   int pair = BLOCK_Y, matrix = pair % n_matrices, row0 = BLOCK_X * BLOCK_ROWS, row = imin(row0 + THREAD / GROUP * ROWS, n_out - ROWS);
@@ -12,13 +12,15 @@ KERNEL AT_MOST(BLOCK) JOIN(matvec_rounding_, TYPE)(const u8* w, const u16* d, co
   m = FROM_ROW(m, (long long)matrix * n_out + row);
   W ring[RING];
   start_dots(ring, m, m, 1);
+  if (beside) let_next_start();
   wait_for_inputs();
   if (row0 >= n_out) {
     int b = (BLOCK_X - (n_out + BLOCK_ROWS - 1) / BLOCK_ROWS) * (BLOCK / LANES) + WARP;
     if (b < n_beside / 256) {
       float value[PER_LANE];
       UNROLL for (int j = 0; j < PER_LANE; j++) value[j] = beside[(long long)b * 256 + LANE * PER_LANE + j];
-      store_q8_k(value, beside_q + (long long)b * 256, beside_d + b, beside_sums + b * 16);
+      int in_row = b % (beside_n / 256), first = b - in_row;  // blocks
+      store_q8_k(value, in_row, beside_q + first * 256, beside_d + first, beside_sums + first * 16);
     }
     return;
   }

@@ -69,7 +69,7 @@ DEVICE void put_blocks(Ahead* ahead, float root, const float* x, const float* pl
       value[j] = made.x, value[j + 1] = made.y, value[j + 2] = made.z, value[j + 3] = made.w;
     }
     store_q8_0(value, q + b * 256, d + b * 8);
-    store_q8_k(value, q_k + b * 256, d_k + b, sums + b * 16);
+    store_q8_k(value, b, q_k, d_k, sums);
   }
 }
 KERNEL AT_MOST(256) rms_norm_blocks_f32(const float* x, const float* plus, float* total, const float* weight, float* y, s8* q, u16* d,

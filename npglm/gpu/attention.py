@@ -64,7 +64,8 @@ def first_products(h, w, ops):
     parts = [w.attn_q_a, w.attn_kv_a_mqa, *(p if p and p.fast and p.type == w.attn_q_a.type else None for p in more)]
     made = [p and ops.empty((len(h), p.n_out), np.float32) for p in parts]
     tokens = tokens_at_once(len(h))
-    _, variant = matvec_grid(w.attn_q_a, TOKENS=tokens)
+    most = 2 if tokens == 1 else 1  # rows of a group: two, and the next kernel's first blocks of threads find room
+    _, variant = matvec_grid(w.attn_q_a, TOKENS=tokens, ROWS=min(most, *(p.n_out for p in parts if p)))
     rows = variant["BLOCK"] // variant["GROUP"] * variant["ROWS"]
     grid = sum(-(-p.n_out // rows) for p in parts if p), -(-len(h) // tokens)
     matrices = [v for p, y in zip(parts, made, strict=True) for v in ((*p.parts, y, p.n_out) if p else (None,) * 4 + (0,))]
@@ -109,7 +110,11 @@ def product_and_rope(x, w, table, first: int, heads: int, turned, ops):
 
 def _rope_product(w, n_tokens: int, heads: int, ops, **defines):
     """What the kernels of matvec_rope.hip begin with: matvec_grid()'s two, and y [T,heads,width]."""
-    shape = {"GROUP": 8} if w.n_out >= 8192 else {}  # long enough to fill the device
+    shape = {"GROUP": 8, "BLOCK": 256} if w.n_out >= 8192 else {}  # long enough to fill the device
+    if (
+        shape and n_tokens == 1 and w.n_out <= 64 * ops.device.n_processors
+    ):  # a block for each: all its weights are on their way
+        shape |= {"RING": 32}
     grid, variant = matvec_grid(w, ROWS=2, **defines, **shape)
     return grid, variant, ops.empty((n_tokens, heads, w.n_out // heads), np.float32)
 

@@ -19,7 +19,8 @@ STAGE_BYTES = 64 << 20
 REGISTER_MAPPED, REGISTER_READ_ONLY = 2, 8  # of cudaHostRegister and hipHostRegister
 MAX_BLOCK = 1024
 BLOCK_MULTIPLE = 64  # the widest warp
-LETS_NEXT_START = ("sum_rms_norm_blocks_f32",)  # while the kernel before may still run: raw_kernels/preamble.hip
+# While the kernel before may still run (raw_kernels/preamble.hip); some only where this argument is given.
+LETS_NEXT_START = {"sum_rms_norm_blocks_f32": None, "matvec_rounding_q8_0": "beside"}
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
@@ -58,8 +59,10 @@ class Device:
             raise LaunchError(f"{name}: {len(values)} arguments, expected {len(kernel.arguments)}")
         values = [self._check(name, argument, value) for argument, value in zip(kernel.arguments, values, strict=True)]
         self.launches += 1
-        arrays = [v for a, v in zip(kernel.arguments, values, strict=True) if a.written and v is not None]
-        self.written = arrays + (self.written if name in LETS_NEXT_START else [])
+        given = {a.name: v for a, v in zip(kernel.arguments, values, strict=True) if v is not None}
+        arrays = [given[a.name] for a in kernel.arguments if a.written and a.name in given]
+        early = name in LETS_NEXT_START and LETS_NEXT_START[name] in (None, *given)
+        self.written = arrays + (self.written if early else [])
         self._run(kernel, tuple(sorted(defines.items())), grid, block, shared, values)
 
     def _check(self, kernel: str, argument: Argument, value):

@@ -40,7 +40,9 @@ def quantize_q8_0(x, *, ops):
 def quantize_q8_k(x, *, ops):
     """x f32 [..., n] -> q int8 [..., n/256, 256], d f32 [..., n/256]."""
     b = _q8_k(x, ops)
-    return b.q.reshape(*b.d.shape, 4, 2, 32).swapaxes(-3, -2).reshape(*b.d.shape, 256), b.d
+    q = b.q.reshape(*b.d.shape, 4, 2, 32).copy()
+    q[..., 1::2, :, :, :] = q[..., 1::2, [1, 0, 3, 2], :, :]  # odd blocks: raw_kernels/blocks.hip
+    return q.swapaxes(-3, -2).reshape(*b.d.shape, 256), b.d
 
 
 def _q8_0(x, ops) -> Blocks:
@@ -219,7 +221,7 @@ def _rounding(x, w, y, n_pairs: int, n_matrices: int, ops, beside=None, blocks=(
     """The product of rows that it rounds itself. beside: an array, contiguous, whose Q8_K blocks are made in the same launch."""
     grid, variant = matvec_grid(w, ROWS=2, BLOCK=256)
     n = 0 if beside is None else beside.size
-    args = (w.w, w.d, x, y, w.n_out, n_matrices, row_stride(x), row_stride(y), beside, *blocks, n)
+    args = (w.w, w.d, x, y, w.n_out, n_matrices, row_stride(x), row_stride(y), beside, *blocks, n, beside.shape[-1] if n else 0)
     grid = (grid + _warps(n // 256, ops), n_pairs)
     ops.launch(f"matvec_rounding_{w.type}", grid, variant["BLOCK"], *args, **variant)
     return y

@@ -12,9 +12,9 @@ from synth import random_blocks
 
 import npglm
 from npglm.cpu import bench
-from npglm.cpu.bench_check import check
 from npglm.cpu.ops import CpuOps
 from npglm.errors import NpglmError
+from npglm.trace.bench_check import check
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests/golden/small.Q2_K.gguf"

@@ -58,11 +58,14 @@ def test_what_is_settled(place, monkeypatch):
     assert not place.settled(rows[:, 3:9])
     add(place, x, x, rows[2])
     assert place.settled(rows[1])
-    monkeypatch.setattr(device, "LETS_NEXT_START", ("add_f32",))
-    add(place, x, x, rows[3])
-    assert place.settled(rows[1])
-    assert not place.settled(rows[2])
-    assert not place.settled(rows[3])
+    for argument, early in ((None, True), ("x", True), ("z", False)):  # of add_f32 x is given
+        monkeypatch.setattr(device, "LETS_NEXT_START", {})
+        add(place, x, x, rows[2])
+        monkeypatch.setattr(device, "LETS_NEXT_START", {"add_f32": argument})
+        add(place, x, x, rows[3])
+        assert place.settled(rows[1])
+        assert place.settled(rows[2]) is not early
+        assert not place.settled(rows[3])
 
 
 def test_row_strides():
@@ -195,11 +198,11 @@ SETTLED = {
     "matvec_gate_up_swiglu_": ("experts",), "matvec_down_combine_": ("experts",), "indexer_score_f16": ("pos",),
     "select_top_k_f32": ("pos",),
 }  # fmt: skip
+# Of these it has written the row at pos at most, where settled is true.
+OLD_ROWS = {"indexer_score_f16": ("keys",)}
 INBOXES = {"sum_rms_norm_blocks_f32": ("inboxes", "calls")}
 
 
-# Of these it has written the row at pos at most, where settled is true.
-OLD_ROWS = {"indexer_score_f16": ("keys",)}
 def faults_of_waiting(family: str, text: str) -> list[str]:
     """What in a family's source breaks the rule of preamble.hip: before a kernel's wait_for_inputs() only its weights are touched, what
     is INBOXES, after a wait of its own a pointer that it is for, and after `if (!settled)` what is SETTLED. Pointers may be compared with
@@ -223,7 +226,9 @@ def faults_of_waiting(family: str, text: str) -> list[str]:
             early = before.partition(f"if ({pointer}) wait_for_inputs();")[0]
             if pointer in SETTLED.get(name, ()) + OLD_ROWS.get(name, ()):
                 early = re.split(rf"if \((?:{pointer} && )?!settled\) wait_for_inputs\(\);", early)[0]
-            early = re.sub(rf"if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early)
+            early = re.sub(
+                rf"if \({pointer}\) let_next_start\(\);|if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early
+            )
             if re.search(rf"\b{pointer}\b", early):
                 faults.append(f"{name} touches {pointer} before it waits")
     return faults
@@ -232,6 +237,17 @@ def faults_of_waiting(family: str, text: str) -> list[str]:
 @pytest.mark.parametrize("family", raw_kernels.FAMILIES)
 def test_every_kernel_waits_for_its_inputs(family):
     assert not faults_of_waiting(family, raw_kernels.read(family))
+
+
+def test_who_lets_the_next_one_start():
+    """The kernels that call let_next_start(), always or where an argument is given, are those that Device knows of."""
+    found = {}
+    for family in raw_kernels.FAMILIES:
+        for kernel in re.split(r"^KERNEL ", raw_kernels.read(family), flags=re.MULTILINE)[1:]:
+            if call := re.search(r"^  (?:if \((\w+)\) )?let_next_start\(\);$", kernel, re.MULTILINE):
+                name = re.search(r"(\w+?)(?:, TYPE\))?\(const", kernel)[1]
+                found |= {k: call[1] for k in raw_kernels.KERNELS if k.startswith(name)}
+    assert found == device.LETS_NEXT_START
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from npglm.gpu.attention import FEW_SHAPES, MANY_SHAPES, MERGE
 from npglm.gpu.matmul import WHOLE_BLOCKS, matmul_variant, matvec_grid
-from npglm.gpu.moe import DOWN
+from npglm.gpu.moe import DOWN, GATE
 from npglm.gpu.weights import type_defines
 from raw_kernels import DECODED_TYPES, FAST_TYPES, KERNELS, TYPES
 
@@ -18,11 +18,11 @@ MATVECS = (
     ("matvec_rounding", ("q8_0",), 192, 512, ROUNDING),
     ("matvec_rounding", ("q8_0",), 2048, 6144, ROUNDING),
     ("matvec_merge", ("q8_0",), 512, 256, MERGE),
-    ("matvec_projections", FAST_TYPES, 6144, 2048, {}),
-    ("matvec_rope", FAST_TYPES, 2048, 16384, {"ROWS": 2, "GROUP": 8}),
+    ("matvec_projections", FAST_TYPES, 6144, 2048, {"ROWS": 2}),
+    ("matvec_rope", FAST_TYPES, 2048, 16384, {"ROWS": 2, "GROUP": 8, "BLOCK": 256}),
+    ("matvec_rope", FAST_TYPES, 2048, 8192, {"ROWS": 2, "GROUP": 8, "BLOCK": 256, "RING": 32}),
     ("matvec_rope", FAST_TYPES, 2048, 4096, {"ROWS": 2}),
-    ("matvec_ffn", ("q8_0",), 6144, 2048, {"ROWS": 1}),
-    ("matvec_ffn", ("q2_k",), 6144, 2048, {"ROWS": 2}),
+    *(("matvec_ffn", (kind,), 6144, 2048, GATE[kind]) for kind in FAST_TYPES),
     *(("matvec_ffn", (kind,), 2048, 6144, DOWN[kind] | {"CHOSEN": 8}) for kind in FAST_TYPES),
 )
 MLA = {"RANK": 512, "ROPE": 64}
