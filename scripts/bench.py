@@ -123,7 +123,8 @@ def on_cpu(args) -> dict:
 
     if args.tier:
         npglm.cpu.select(args.tier)
-    from npglm.cpu import bench, bench_check, threads
+    from npglm.cpu import bench, threads
+    from npglm.trace.bench_check import check
     from npglm.trace.llamacpp import need_llama_cpp
 
     need_llama_cpp()
@@ -149,7 +150,7 @@ def on_cpu(args) -> dict:
                 f"{checkpoint.path.name}: its context is {checkpoint.config.context_length}, {longest} tokens are asked for"
             )
         say(checkpoint.path.name)
-        checked = {} if args.no_check else bench_check.check(checkpoint, counts[-1], say)
+        checked = {} if args.no_check else check(checkpoint, counts[-1], say)
     for n in counts:
         bandwidth[n] = bench.read_bandwidth(n, args.clock)
         say(f"read bandwidth, {n} threads: {bandwidth[n] / 1e9:.1f} GB/s")
