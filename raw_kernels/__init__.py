@@ -1,7 +1,9 @@
 """GPU kernels as HIP source strings, and the typed argument list of each.
 
-To add a kernel: write it in a family's `.hip` file (extern "C" through KERNEL(), no templates, no #include, variants by -D),
-add its line to TABLE, its twin to reference/ops and its cases to tests/ops. npglm/gpu/device.py compiles and launches it.
+To add a kernel: write it in a family's `.hip` file (extern "C" through KERNEL(), no templates, no #include, variants by -D) and
+add its line to TABLE; a new family also to FAMILIES and tests/gpu/variants.py. npglm/gpu/device.py compiles and launches it. A new
+verb stands in npglm/gpu/<family>.py, npglm/cpu/ops.py and reference/ops/<family>.py and in the VERBS of all three; its cases, which
+take a `place`, in tests/ops (`pytest tests/ops -k NAME`; on a GPU too, where there is one).
 
 A family is compiled as preamble.hip + the files that it needs + its own, one module per set of -D options. Every platform
 difference is in preamble.hip. Block sizes are multiples of 64; kernels run with 32 and with 64 lanes.

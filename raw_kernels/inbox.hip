@@ -57,7 +57,7 @@ DEVICE bool take(Ranks o, int r, int first, int each, float* a, float* b, int* p
 DEVICE int first_to_come(Ranks o, int first, int each, int* polls) {
   int next = o.rank + 1 < o.world ? o.rank + 1 : 0, last = 2 * (first + (each - 1) * N_THREADS);
   const I4 *mine = (const I4*)place_in(o, o.rank, o.rank, last), *its = (const I4*)place_in(o, o.rank, next, last);
-  for (; *polls; --*polls) {
+  for (; !any_lane(!*polls); --*polls) {  // the same for all lanes
     I4 a = read16(mine), b = read16(its);
     if (any_lane(has_come(o, a))) return o.rank;
     if (any_lane(has_come(o, b))) return next;

@@ -1,6 +1,7 @@
 // Products of few short rows (N_IN values) that each block of threads rounds to Q8_0 itself, which saves a launch.
 // Pair p takes matrix p % n_matrices and row p of x (x_stride elements, a multiple of 4). Blocks of threads past the last row round
 // n_beside values of another array, of rows of beside_n, which this product has nothing to do with, to Q8_K: that saves a launch, too.
+// The next kernel, which only reads weights and what was chosen long before, may then start early: this one is short.
 
 KERNEL AT_MOST(BLOCK) JOIN(matvec_rounding_, TYPE)(const u8* w, const u16* d, const float* x, float* y, int n_out, int n_matrices,
                                                    long long x_stride, long long y_stride, const float* beside, s8* beside_q,

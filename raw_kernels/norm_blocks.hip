@@ -85,8 +85,8 @@ KERNEL AT_MOST(256) rms_norm_blocks_f32(const float* x, const float* plus, float
   put_blocks(&ahead, root, x + row, plus, total, weight, y + row, q + row, d + row / 32, q_k + row, d_k + row / 256, sums + row / 16, n,
              parts);
 }
-// The same of one row, where `plus` is the sum of what the ranks' kernels before have put into the inboxes (inbox.hip): it is taken
-// while that of this rank still runs.
+// The same of one row, where `plus` is the sum of what the ranks' kernels before have put into the inboxes (inbox.hip): the
+// part that comes first is taken while the kernels of others still run.
 KERNEL AT_MOST(256) sum_rms_norm_blocks_f32(const float* x, float* total, const float* weight, float* y, s8* q, u16* d, s8* q_k,
                                             float* d_k, short* sums, const u64* inboxes, int* calls, int n, float eps, int parts,
                                             int capacity, int rank, int world, int settled) {

@@ -231,7 +231,8 @@ DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" 
 DEVICE void wait_for_inputs() {}
 DEVICE void let_next_start() {}
 #endif
-// What is in an array until the kernel before has written it, for one that reads it without waiting for the whole of that kernel.
+// What is in an array until a kernel has written it, for the next one, which reads it without waiting for the whole of that kernel. The
+// mark comes from a kernel before the one that writes.
 #define NOT_YET -2
 
 // --- memory that another GPU or the host writes or reads meanwhile -----------------------------------------------------------

@@ -1,4 +1,4 @@
-// The next token id from one row of logits: best_logits_f32 with a block for each LOGITS of them, then one block of 1024 threads.
+// The next token id from one row of logits: best_logits_f32 with a block for each LOGITS of them, then one block.
 // id -1: a logit is NaN, +inf, or all are -inf.
 #define LOGITS 4096
 #define BAD ~0ull  // instead of a rank: NaN, +inf

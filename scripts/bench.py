@@ -27,7 +27,9 @@ OF_GPU = ("shape", "layers", "offload_experts")
 def parse(argv):
     parser = cli.Parser(description=__doc__)
     parser.add_argument("--backend", choices=["cpu", "gpu"], default="cpu", help="what is measured")
-    parser.add_argument("--faults", action="store_true", help="the confusion table of the fault suite, instead of a backend")
+    parser.add_argument(
+        "--faults", action="store_true", help="the confusion table of the fault suite, instead of a backend: takes minutes"
+    )
     parser.add_argument("--shape", default="glm-5.2", help="of --backend gpu")
     parser.add_argument("--layers", type=int, default=15, metavar="N", help="of --backend gpu: 3 dense and N - 3 MoE layers")
     parser.add_argument("--offload-experts", action="store_true", help="of --backend gpu: routed experts in host memory")

@@ -10,6 +10,7 @@ from npglm.gpu.matmul import FEW_TOKENS, ROUNDED_VALUES, matvec_grid, q8_0_besid
 from npglm.trace.probes import NO_PROBE
 
 NO_LATENT, NO_KEY = (None, None, None, None, 0), (None, None, None, None, 0, 0.0)  # normed_product_and_rope
+WHOLE_RING = 32  # units of 16 bytes
 KEY_THREADS = 128  # that one block of it has at least
 MAX_SPLITS = 256  # raw_kernels/merge.hip
 MERGE = {"BLOCK": 512, "ROWS": 2}  # of matvec_merge, whose blocks of threads each put all splits of a head together
@@ -111,11 +112,9 @@ def product_and_rope(x, w, table, first: int, heads: int, turned, ops):
 def _rope_product(w, n_tokens: int, heads: int, ops, **defines):
     """What the kernels of matvec_rope.hip begin with: matvec_grid()'s two, and y [T,heads,width]."""
     shape = {"GROUP": 8, "BLOCK": 256} if w.n_out >= 8192 else {}  # long enough to fill the device
-    if (
-        shape and n_tokens == 1 and w.n_out <= 64 * ops.device.n_processors
-    ):  # a block for each: all its weights are on their way
-        shape |= {"RING": 32}
     grid, variant = matvec_grid(w, ROWS=2, **defines, **shape)
+    if shape and n_tokens == 1 and grid <= ops.device.n_processors:
+        variant["RING"] = WHOLE_RING  # a block for each of them: all its weights are on their way
     return grid, variant, ops.empty((n_tokens, heads, w.n_out // heads), np.float32)
 
 

@@ -64,7 +64,7 @@ class Collective:
         self.inboxes = self._open_inboxes()
 
     def _open_inboxes(self) -> bool:
-        """Two inboxes on each rank, zeroed and opened by all others: for sum() and for add_norm(). False where GPUs cannot do that."""
+        """Two inboxes on each rank, zeroed and opened by all others: for sum() and join(), and for add_norm(). False where GPUs cannot do that."""
         device, ranks = self.ops.device, self.ranks
         runtime = device.cupy.cuda.runtime
         ids = visible()

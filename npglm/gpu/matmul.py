@@ -110,8 +110,8 @@ def _round(x, kind: str, ops):
 
 
 def linear(x, w, *, ops, to=None, pending=None):
-    """x [T,in], w [out,in] -> [T,out]. to: a npglm.gpu.collective.Outbox, which a product of few tokens may use. pending: int32 [T,n]
-    that becomes NOT_YET (raw_kernels/preamble.hip); only where is_few_f32()."""
+    """x [T,in], w [out,in] -> [T,out]. to: a npglm.gpu.collective.Outbox, which a product of few tokens may use.
+    pending: int32 [T,n] that becomes NOT_YET (raw_kernels/preamble.hip); only where is_few_f32()."""
     return _product(x, w, ops.empty((len(x), w.n_out), np.float32), ops, to=to, pending=pending)
 
 
@@ -241,7 +241,7 @@ def rounds_itself(x, w, ops) -> bool:
 def matvec_grid(w, **defines) -> tuple[int, dict]:
     """(blocks for the rows of a matrix, -D set) of a matrix-vector kernel: see raw_kernels/dots.hip."""
     units = w.n_in // UNIT_VALUES[w.type]
-    group = 64 if units >= 1024 else 32
+    group = 64 if units >= 1024 and "BLOCK" not in defines else 32  # two warps: a block of its own
     if units < 64:  # 4 units a thread
         group = max(4, 1 << max(0, (units // 4).bit_length() - 1))
     shape = {"BLOCK": 64 if group == 64 else 128, "GROUP": group, "ROWS": 1, "TOKENS": 1, "CHOSEN": 1, "REFILL": 1}

@@ -23,7 +23,11 @@ from npglm.cpu.host import Host
 from npglm.cpu.ops import CpuOps
 from npglm.errors import NpglmError
 
-NOT_HERE = {"test_expert_tiles", "test_scale", "test_select_top_k_of_many"}  # verbs of the gpu op set alone; run below
+NOT_HERE = {  # verbs and inner parts of the gpu op set alone
+    "test_expert_tiles", "test_scale", "test_select_top_k_of_many", "test_indexer_score_of_one_token",
+    "test_experts_are_read_early_only_where_they_are_settled", "test_experts_that_are_not_there_yet",
+    "test_blocks_that_come_with_others",
+}  # fmt: skip
 made = {}
 
 

@@ -198,8 +198,8 @@ SETTLED = {
     "matvec_gate_up_swiglu_": ("experts",), "matvec_down_combine_": ("experts",), "indexer_score_f16": ("pos",),
     "select_top_k_f32": ("pos",),
 }  # fmt: skip
-# Of these it has written the row at pos at most, where settled is true.
-OLD_ROWS = {"indexer_score_f16": ("keys",)}
+# Where settled is true it has written the row of keys at pos at most: what reads the others.
+OLD_ROWS = {"indexer_score_f16": "stage_keys(keys, s0, settled ? last - 1 : last, rows);"}
 INBOXES = {"sum_rms_norm_blocks_f32": ("inboxes", "calls")}
 
 
@@ -224,7 +224,8 @@ def faults_of_waiting(family: str, text: str) -> list[str]:
             if argument.axes is None or argument.axes in WEIGHT_AXES or free:
                 continue
             early = before.partition(f"if ({pointer}) wait_for_inputs();")[0]
-            if pointer in SETTLED.get(name, ()) + OLD_ROWS.get(name, ()):
+            early = early.replace(OLD_ROWS.get(name, "\0"), "")
+            if pointer in SETTLED.get(name, ()):
                 early = re.split(rf"if \((?:{pointer} && )?!settled\) wait_for_inputs\(\);", early)[0]
             early = re.sub(
                 rf"if \({pointer}\) let_next_start\(\);|if \({pointer}\b(?= &&|$)|\b{pointer} \?|\* \w+ = {pointer};", "", early

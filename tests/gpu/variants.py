@@ -19,6 +19,7 @@ MATVECS = (
     ("matvec_rounding", ("q8_0",), 2048, 6144, ROUNDING),
     ("matvec_merge", ("q8_0",), 512, 256, MERGE),
     ("matvec_projections", FAST_TYPES, 6144, 2048, {"ROWS": 2}),
+    ("matvec_projections", FAST_TYPES, 6144, 2048, {"TOKENS": 8}),
     ("matvec_rope", FAST_TYPES, 2048, 16384, {"ROWS": 2, "GROUP": 8, "BLOCK": 256}),
     ("matvec_rope", FAST_TYPES, 2048, 8192, {"ROWS": 2, "GROUP": 8, "BLOCK": 256, "RING": 32}),
     ("matvec_rope", FAST_TYPES, 2048, 4096, {"ROWS": 2}),
@@ -41,7 +42,7 @@ def variants(types=DECODED_TYPES, max_shared=227 << 10):
         for kind in kinds:
             for tokens in (1, 2, 4, 8) if n_in == 6144 and family == "matvec" else (1,):
                 weight = SimpleNamespace(type=kind, n_in=n_in, n_out=n_out)
-                yield family, matvec_grid(weight, TOKENS=tokens, **asked)[1]
+                yield family, matvec_grid(weight, **{"TOKENS": tokens} | asked)[1]
     for kind in FAST_TYPES:
         for n_in in (6144, 2048, 16384, 512) + ((192,) if kind == "q8_0" else ()):
             for tokens in (32, 64, 128) if kind == "q8_0" else (32, 64):

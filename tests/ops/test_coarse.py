@@ -185,3 +185,15 @@ def test_latents_of_another_place(place):
     assert op.ops.latents(there, layers[1], tables[0], config) is not first
     starts = [entry for key, entries in op.ops.remembered.items() if key[0] == "start" for entry in entries]
     assert len(starts) == 1
+
+
+@every_place
+@pytest.mark.parametrize("q_rank", [512, 768])
+def test_queries_of_two_bits(place, q_rank):
+    """Rows of two and three Q8_K blocks that the products of queries make themselves."""
+    op, config, h = Op(place), config_of(q_rank), x_of(12, 1, HIDDEN)
+    w, table, pos = weights(config), op.twin.rope_table(POS[:1], config.rope, 8e6), POS[:1]
+    w.attn_q_b = tensor(np.random.default_rng(13), T.Q2_K, *w.attn_q_b.shape)
+    empty = np.full((41, config.kv_rank + config.rope), np.nan, op.ops.cache_dtype)
+    before, after = (h, w), (table, pos, config)
+    op.check("projections", *before, empty.copy(), *after, twin_args=(*before, empty.copy(), *after))

@@ -1,6 +1,7 @@
 """Sums over ranks through inboxes, as one rank of several, with what the others would have written put into its inbox."""
 
 from functools import partial
+from threading import Timer
 from types import SimpleNamespace
 
 import check
@@ -219,3 +220,46 @@ def test_a_step_over_inboxes(tmp_path, experts):
         assert mine.tobytes() == alone.tobytes()
     assert norms.calls[0] == 2 * 2 * 4  # of each layer of two single tokens, both sums
     assert sums.calls[0] == 2 * 4 + 3  # of the prompt; and the logits
+
+
+@pytest.mark.parametrize("first", ["own", "next"])
+@pytest.mark.parametrize(("n", "rank", "world"), [(1280, 0, 2), (1280, 2, 3), (6400, 1, 3)])
+def test_whichever_part_comes_first(first, n, rank, world):
+    """Parts come while the norm runs: this rank's own, the next one's, then the others'. The same sum, in the order of ranks."""
+    op, rng = Op("emulated-32"), np.random.default_rng(n)
+    ops, inboxes, parts = op.ops, Inboxes(op.ops, rank, world), rng.normal(size=(world, n)).astype(np.float32)
+    weight, x = op.there(tensor(rng, T.F32, n)), ops.array(rng.normal(size=(1, n)), np.float32)
+    place, come = inboxes.arrays[rank], np.stack([parts.view(np.int32), np.ones((world, n), np.int32)], -1)
+    order = sorted(range(world), key=lambda r: (r != (rank if first == "own" else (rank + 1) % world), r))
+    timers = [Timer(0.2 * (i + 1), place[1, r, :n].__setitem__, (..., come[r])) for i, r in enumerate(order)]
+    for timer in timers:
+        timer.start()
+    total, _ = sum_add_norm(x, weight, 1e-5, inboxes.where, ops=ops)
+    assert total.tobytes() == (x + added(parts)[None]).tobytes()
+
+
+@pytest.mark.parametrize(("n", "rank", "world"), [(1000, 1, 3), (1000, 0, 1)])
+def test_join(n, rank, world):
+    """Columns of one row go through the inboxes to where they belong."""
+    ops, rng, columns = check.PLACES["emulated-32"]("f32"), np.random.default_rng(n), slice(300 * rank, 300 * rank + 300)
+    collective, inboxes = object.__new__(Collective), Inboxes(ops, rank, world)
+    vars(collective).update(ops=ops, inboxes=True, _sums=inboxes.where)
+    parts = parts_of(rng, world, n)
+    parts[rank, : columns.start] = parts[rank, columns.stop :] = 0
+    inboxes.fill(parts)
+    whole = collective.join(ops.array(parts[rank : rank + 1, columns], np.float32), columns.start, n)
+    assert ops.numpy(whole).tobytes() == added(parts)[None].tobytes()
+
+
+@every_place
+def test_one_value_that_never_comes(place):
+    """Lanes of a warp that have given up go on with those that have not: a row of more values than are taken at a time."""
+    op, rng, n = Op(place), np.random.default_rng(1), 7168
+    ops, inboxes = op.ops, Inboxes(op.ops, 0, 2)
+    ops.launch = partial(ops.launch, MAX_POLLS=5)
+    parts, weight = rng.normal(size=(2, n)).astype(np.float32), op.there(tensor(rng, T.F32, n))
+    come = np.stack([parts.view(np.int32), np.ones((2, n), np.int32)], -1)
+    come[1, 20, 1] = 0
+    inboxes.arrays[0][1, :, :n] = ops.array(come, np.int32)
+    total, _ = sum_add_norm(ops.array(rng.normal(size=(1, n)), np.float32), weight, 1e-5, inboxes.where, ops=ops)
+    assert np.isnan(ops.numpy(total)[0, 20])

@@ -1,5 +1,6 @@
 """Router, sorting by expert, FFNs; fused verbs against composed ones."""
 
+from threading import Timer
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ from check import Op, both_numerics, every_place, tensor
 from gguf import GGMLQuantizationType as T
 from test_matmul import experts_of, x_of
 
+from npglm.gpu import matmul
 from npglm.trace.probes import NO_PROBE
 from raw_kernels import KERNELS
 
@@ -110,6 +112,21 @@ def some_away(experts):
 
 
 @every_place
+@pytest.mark.parametrize("d", [256, 512])
+def test_blocks_that_come_with_others(place, d):
+    """What a norm, and the shared expert's last product, round beside their own: rows of two and of three Q8_K blocks."""
+    op = Op(place)
+    w, x, norm = ffn_weights(d=d, g=768), x_of(5, 1, d), tensor(np.random.default_rng(1), T.F32, d)
+    h = op.ops.rms_norm(op.there(x), op.there(norm), 1e-5)
+    q, k = op.there(x_of(6, 1, 768)), op.there(x_of(7, 1, 3, 768))
+    matmul.linear_beside(q, op.there(w.ffn_down_shexp), k, op.there(w.ffn_down_exps), op.ops)
+    for made in (h, k):
+        blocks, again = op.ops.recall(("q8_k",), made), matmul._q8_k(made, op.ops)
+        for a, b in zip(blocks, again, strict=True):
+            assert op.ops.numpy(a).tobytes() == op.ops.numpy(b).tobytes()
+
+
+@every_place
 @pytest.mark.parametrize(("n_tokens", "n_chosen"), [(1, 1), (1, 8), (9, 3), (129, 2)])
 def test_local_experts(place, n_tokens, n_chosen):
     op, experts = Op(place), experts_of(n_tokens, 11, n_chosen)
@@ -163,3 +180,18 @@ def test_experts_are_read_early_only_where_they_are_settled(router):
     assert launched == [("matvec_gate_", first), ("matvec_down_", True), ("matvec_gate_", True), ("matvec_down_", True)]
     assert [places for _, places in marked] == ([[[-2] * CONFIG.n_chosen]] if first else [])
     assert all(array is chosen[0] for array, _ in marked)
+
+
+@pytest.mark.parametrize("lanes", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_experts_that_are_not_there_yet(lanes):
+    """A routed product that starts early waits for the choice itself: here it comes from another thread while the kernel runs."""
+    op, h = Op(f"emulated-{lanes}"), x_of(5, 1, 256)
+    w, chosen = op.there(ffn_weights()), experts_of(1, 11, 3)
+    pending, there = op.there(np.full(chosen.shape, -2, np.int32)), op.there(h)
+    expected = op.run_on("moe_gate_up_swiglu", there, w.ffn_gate_exps, w.ffn_up_exps, op.there(chosen))
+    op.ops.remembered[("pending",)] = [(pending, True)]
+    fill = Timer(0.2, pending.__setitem__, (..., chosen))
+    fill.start()
+    found = op.run_on("moe_gate_up_swiglu", there, w.ffn_gate_exps, w.ffn_up_exps, pending)
+    fill.join()
+    assert found.tobytes() == expected.tobytes()

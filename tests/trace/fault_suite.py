@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from plant import PLANTS, Plant, run_planted
 from plant_ranks import RANK_PLANTS, RankPlant, run_ranks
 
 from npglm.checkpoint import Checkpoint
+from npglm.progress import LoadProgress
 from npglm.trace.compare import compare
 from npglm.trace.graph import Model
 from npglm.trace.recording import ArrayTrace, Recording
@@ -150,12 +152,18 @@ def main_faults(argv=None) -> int:
     outcomes, clean = [], Counter()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Checkpoint.open(model_file(folder))
-        for broken in PLANTS.values():
-            if args.only in broken.name:
-                outcomes += [judge(checkpoint, broken, n, alone=True) for n in lengths if n >= broken.tokens]
-        for broken in RANK_PLANTS:
-            if args.only in broken.name:
-                outcomes += [judge_ranks(folder, broken, n) for n in lengths]
+        runs = [
+            partial(judge, checkpoint, p, n, alone=True)
+            for p in PLANTS.values()
+            if args.only in p.name
+            for n in lengths
+            if n >= p.tokens
+        ]
+        runs += [partial(judge_ranks, folder, p, n) for p in RANK_PLANTS if args.only in p.name for n in lengths]
+        with LoadProgress("faults") as progress:
+            for i, run in enumerate(runs, 1):
+                outcomes.append(run())
+                progress(i, len(runs))
         if args.torch:
             outcomes += [o for o in torch_outcomes(checkpoint, lengths) if args.only in o.plant.name]
         table(outcomes)
