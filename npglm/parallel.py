@@ -95,7 +95,8 @@ class Ranks:
 
     def path(self, path) -> Path:
         """OUT.safetensors -> OUT.rN.safetensors."""
-        if str(path).endswith(("/", "..")) or not Path(path).name or Path(path).is_dir():
+        there = Path(path).exists() and not Path(path).is_file()
+        if str(path).endswith(("/", "..")) or not Path(path).name or there:
             raise NpglmError(f"{path}: cannot be written: not a regular file")
         path = Path(path)
         return path.with_name(f"{path.stem}.r{self.rank}{path.suffix}")

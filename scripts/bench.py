@@ -92,8 +92,8 @@ def full_width() -> Path:
             "n_experts": 32,
             "context": 16384,
         }
-        write_model(path.with_suffix(".part"), 1, shape=GLM52, n_merges=64, **shape)
-        path.with_suffix(".part").rename(path)
+        with cli.whole_file(path) as file:
+            write_model(Path(file.name), 1, shape=GLM52, n_merges=64, **shape)
     return path
 
 
@@ -180,7 +180,7 @@ def main(argv=None, ranks=None) -> int:
         ranks.agree(cli.options(args))
     if args.faults:
         return faults()
-    writes = args.json and (ranks is None or ranks.rank == 0)
+    writes = args.json is not None and (ranks is None or ranks.rank == 0)
     with cli.whole_file(args.json, shard_paths(Path(args.model)) if args.model else ()) if writes else nullcontext() as out:
         figures = on_gpu(args, ranks) if args.backend == "gpu" else on_cpu(args)
         if out:

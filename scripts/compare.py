@@ -2,6 +2,7 @@
 """Compare what another engine computed with the checkpoint: first divergence, guilty op, cause. Without --model: two recordings."""
 
 import sys
+from pathlib import Path
 
 import npglm
 from npglm import cli
@@ -28,27 +29,30 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     names = read_names(args.names) if args.names else None
+    tables = [args.names] if args.names and Path(args.names).is_file() else []
+    if args.html is not None and args.html == args.json:
+        parser.error("--json and --html name the same file")
     if args.model is None:
         if len(args.recordings) != 2:
             parser.error(f"without --model, exactly two recordings are compared; found {len(args.recordings)}")
         from npglm.trace.pair import compare_pair
 
         runs = [open_engine([path], names) for path in args.recordings]
-        reports, inputs = [compare_pair(runs[0][0], runs[1][0])], [f for path in args.recordings for f in files_of([path])]
+        reports, read = [compare_pair(runs[0][0], runs[1][0])], [f for path in args.recordings for f in files_of([path])]
     else:
         checkpoint = npglm.load(args.model)
-        inputs = [*checkpoint.paths, *files_of(args.recordings)]
+        read = [*checkpoint.paths, *files_of(args.recordings)]
         reports = [compare(checkpoint, run, args.tokens) for run in open_engine(args.recordings, names)]
     if args.json != "-":
         print(page(reports))
     if args.json == "-":
         print(to_json(reports))
-    elif args.json:
-        _write(args.json, to_json(reports) + "\n", inputs)
-    if args.html:
+    elif args.json is not None:
+        _write(args.json, to_json(reports) + "\n", read + tables)
+    if args.html is not None:
         from npglm.trace.html import html
 
-        _write(args.html, html(reports), inputs)
+        _write(args.html, html(reports), read + tables)
     return worst(reports).status
 
 

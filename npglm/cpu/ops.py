@@ -370,7 +370,8 @@ def route(ops, h, w, config, probe=NO_PROBE, held=None):
     weights = np.take_along_axis(probs, experts, axis=-1)  # [T,K]
     probe("ffn_moe_weights", weights)
     if c.expert_norm:
-        weights = weights / np.maximum(weights.sum(-1, keepdims=True), entries.moe.MIN_WEIGHT_SUM)
+        total = np.cumsum(weights, -1)[:, -1:]  # in order, as entries.route adds them up
+        weights = weights / np.maximum(total, entries.moe.MIN_WEIGHT_SUM)
     probe("ffn_moe_weights_norm", weights)
     weights = weights * np.float32(c.expert_scale)
     probe("ffn_moe_weights_scaled", weights)

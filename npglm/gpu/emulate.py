@@ -120,6 +120,8 @@ def build(family: str, defines: tuple, lanes: int, sanitize: bool = False) -> Pa
             made = Path(file.name)
         try:
             done = subprocess.run([COMPILER, *flags, "-o", made, "-"], input=text, text=True, capture_output=True, check=False)
+            if "No space left on device" in done.stderr:
+                raise NpglmError(f"{path.parent}: No space left on device")
             if done.returncode:
                 raise RuntimeError(f"{family} does not compile with {COMPILER}:\n{done.stderr[:4000]}")
             os.replace(made, path)

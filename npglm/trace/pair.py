@@ -12,7 +12,7 @@ from npglm.trace.compare import OpResult, Report, clip_list
 from npglm.trace.judge import EQUAL, NOT_COMPARABLE, ROUNDING, SEVERITY, WRONG
 from npglm.trace.metrics import F32_FLOOR
 from npglm.trace.probes import MODEL, PROBES
-from npglm.trace.recording import Known, Recording
+from npglm.trace.recording import PARTIAL, Known, Recording, join
 
 CHAIN_BF16 = (
     2.0**-5
@@ -76,12 +76,16 @@ def _judge(name: str, first: Recording, second: Recording, report: Report) -> No
         report.ops.append(OpResult(base, layer, parts[0][0], WRONG, reason=f"shape {shapes} for {list(mine.values.shape)}"))
         return
     axis = axes.pop() if axes else None
+    if axis is None and len(parts) == second.world > 1:
+        joined = join(base, tuple(parts), mine.values.shape, second.world)
+        if joined.kind == PARTIAL:
+            parts = [(parts[0][0], joined.whole)]
     twins = _duplicates(parts) if axis is not None else {}
+    start = 0
     for rank, part in parts:
         cut = [slice(None)] * mine.values.ndim
         if axis is not None:
-            width = part.values.shape[axis]
-            cut[axis] = slice(rank * width, (rank + 1) * width)
+            cut[axis] = slice(start, start := start + part.values.shape[axis])
         report.ops.append(_compare(base, layer, rank, mine, part, tuple(cut), first.quantum + second.quantum))
         if rank in twins:
             _duplicate(report.ops[-1], name, twins[rank], mine, parts)
@@ -153,6 +157,8 @@ def _duplicates(parts: list) -> dict[int, int]:
     found = {}
     for i, (rank, part) in enumerate(parts):
         for other, earlier in parts[:i]:
+            if part.values.shape != earlier.values.shape:
+                continue
             both = np.ones(part.values.shape, bool)
             for p in (part, earlier):
                 both &= True if p.known is None else p.known

@@ -22,6 +22,7 @@ from npglm.cpu.blocks import SUPPORTED
 from npglm.cpu.host import Host
 from npglm.cpu.ops import CpuOps
 from npglm.errors import NpglmError
+from npglm.trace.probes import Keep
 
 NOT_HERE = {  # verbs and inner parts of the gpu op set alone
     "test_expert_tiles", "test_scale", "test_select_top_k_of_many", "test_indexer_score_of_one_token",
@@ -139,3 +140,12 @@ def test_an_expert_of_another_rank_is_not_read():
     """Expert -1 would lie before the matrix, where here is no memory."""
     done = subprocess.run([sys.executable, "-c", AFTER_UNMAPPED_BYTES], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_route_is_the_same_with_probes():
+    """Of 8 chosen experts the weights' sum has an order: the same, whether anybody looks or not."""
+    op, w = Op("cpu"), test_moe.ffn_weights(experts=40)
+    config = types.SimpleNamespace(**vars(test_moe.CONFIG) | {"n_chosen": 8})
+    there, h = op.there(w), op.there(x_of(3, 50, 256))
+    for mine, seen in zip(op.ops.route(h, there, config), op.ops.route(h, there, config, Keep()), strict=True):
+        assert mine.tobytes() == seen.tobytes()

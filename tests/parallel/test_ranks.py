@@ -149,7 +149,9 @@ def compare(traces, model):
     return done, report[0] if isinstance(report, list) else report
 
 
-@pytest.mark.parametrize(("model", "experts", "n"), [("embedded", "tensor", 2), ("small", "expert", 4)])
+@pytest.mark.parametrize(
+    ("model", "experts", "n"), [("embedded", "tensor", 2), ("embedded", "expert", 3), ("small", "expert", 4)]
+)
 def test_traces_of_ranks_are_joined(model, experts, n, tmp_path):
     ids = ",".join(map(str, PROMPT))
     arguments = ("--tokens", ids, "-o", tmp_path / "t.safetensors", "--experts", experts, "--numerics", "f32", *THREADS)
@@ -161,6 +163,16 @@ def test_traces_of_ranks_are_joined(model, experts, n, tmp_path):
     done, report = compare(traces, MODELS[model])
     assert done.returncode == 0
     assert report["verdict"] == "equal"
+    alone = tmp_path / "one.safetensors"
+    golden = [sys.executable, ROOT / "scripts/golden.py", MODELS[model], "--tokens", ids, "-o", alone, "--numerics", "f32"]
+    subprocess.run(golden, check=True, capture_output=True)
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for path in traces:
+        path.rename(folder / path.name)
+    pair = [sys.executable, ROOT / "scripts/compare.py", folder, alone]
+    done = subprocess.run(pair, capture_output=True, text=True, check=False)  # without the model
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # --- how they fail ----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def read_names(path) -> list[Place]:
     try:
         ours = re.fullmatch(r"\w+", str(path)) and shipped.is_file()
         table = tomllib.loads((shipped if ours else Path(path)).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise NpglmError(f"{path}: {error}") from None
     places = []
     for probe, entries in table.items():
