@@ -107,13 +107,13 @@ def _repair_streams() -> None:
 def whole_file(path, inputs=()):
     """Open a temporary binary file beside `path`; it takes that name only if the block ends without an error.
 
-    inputs: files that must not be overwritten. Raises NpglmError that names `path` when it is one of them, is no regular file, or
+    inputs: files that must not be overwritten; names that are none do not count. Raises NpglmError that names `path` when it is one of them, is no regular file, or
     cannot be written (no such folder, no permission, full disk).
     """
     target = Path(os.path.realpath(path))
     if not os.fspath(path) or (target.exists() and not target.is_file()):
         raise NpglmError(f"{path}: cannot be written: not a regular file")
-    if target.exists() and any(os.path.samefile(target, source) for source in inputs):
+    if target.exists() and any(os.path.exists(source) and os.path.samefile(target, source) for source in inputs):
         raise NpglmError(f"{path}: cannot be written: it is being read")
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
     try:

@@ -393,8 +393,6 @@ class RankOps:
         return self._sum(self.ops.dense_ffn, h, w, probe)
 
     def moe_ffn(self, h, w, config, probe=NO_PROBE):
-        if self._experts is None:
-            return self._sum(self.ops.moe_ffn, h, w, config, probe)
         experts, weights = self.ops.route(h, w, config, probe, held=self._experts)
         return self._sum(self.ops.moe_experts, h, w, experts, weights, probe)
 

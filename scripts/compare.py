@@ -2,7 +2,6 @@
 """Compare what another engine computed with the checkpoint: first divergence, guilty op, cause. Without --model: two recordings."""
 
 import sys
-from pathlib import Path
 
 import npglm
 from npglm import cli
@@ -29,7 +28,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     names = read_names(args.names) if args.names else None
-    tables = [args.names] if args.names and Path(args.names).is_file() else []
     if args.html is not None and args.html == args.json:
         parser.error("--json and --html name the same file")
     if args.model is None:
@@ -38,21 +36,22 @@ def main(argv=None):
         from npglm.trace.pair import compare_pair
 
         runs = [open_engine([path], names) for path in args.recordings]
-        reports, read = [compare_pair(runs[0][0], runs[1][0])], [f for path in args.recordings for f in files_of([path])]
+        reports, inputs = [compare_pair(runs[0][0], runs[1][0])], [f for path in args.recordings for f in files_of([path])]
     else:
         checkpoint = npglm.load(args.model)
-        read = [*checkpoint.paths, *files_of(args.recordings)]
+        inputs = [*checkpoint.paths, *files_of(args.recordings)]
         reports = [compare(checkpoint, run, args.tokens) for run in open_engine(args.recordings, names)]
+    inputs.append(args.names or "")
     if args.json != "-":
         print(page(reports))
     if args.json == "-":
         print(to_json(reports))
     elif args.json is not None:
-        _write(args.json, to_json(reports) + "\n", read + tables)
+        _write(args.json, to_json(reports) + "\n", inputs)
     if args.html is not None:
         from npglm.trace.html import html
 
-        _write(args.html, html(reports), read + tables)
+        _write(args.html, html(reports), inputs)
     return worst(reports).status
 
 

@@ -2,7 +2,6 @@
 """Record transformers' model with a GGUF's dequantised weights into a trace (CPU). Needs: pip install 'npglm[oracle]'."""
 
 import sys
-from pathlib import Path
 
 import npglm
 from npglm import cli
@@ -39,8 +38,7 @@ def main(argv=None):
         "engine": "transformers", "engine_version": transformers.__version__,
     }  # fmt: skip
     about = {k: v for k, v in about.items() if k not in ("tokens", "rank", "world")}
-    inputs = [*checkpoint.paths, *([args.names] if Path(args.names).is_file() else [])]
-    recorder.save(args.out, args.tokens, inputs=inputs, **about)
+    recorder.save(args.out, args.tokens, inputs=[*checkpoint.paths, args.names], **about)
     print(f"{args.out}: {len(recorder.arrays)} probes of {len(args.tokens)} tokens", file=sys.stderr)
 
 

@@ -105,7 +105,8 @@ def _few_tokens(start, q_a, w, cache, table, pos, c, ops):
 
 def _choose(q, cache, weights, pos, factor: float, c, ops, one: bool = False):
     """The best of the whole cache's scores, at most SCORE_BYTES of them at a time. one: as in _score."""
-    top_k, width = ops.empty((len(q), min(c.indexer_top_k, len(cache))), np.int32), -(-len(cache) // 4) * 4  # of aligned rows
+    top_k = ops.empty((len(q), min(c.indexer_top_k, len(cache))), np.int32)
+    width = -(-len(cache) // 4) * 4  # rows of scores are aligned
     step = max(1, SCORE_BYTES // (4 * width))
     for first in range(0, len(q), step):
         rows = slice(first, first + step)

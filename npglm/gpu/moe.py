@@ -177,10 +177,10 @@ def dense_ffn(h, w, probe=NO_PROBE, *, ops, to=None):
     return ops.linear(ops.gate_up_swiglu(h, w.ffn_gate, w.ffn_up, probe=probe), w.ffn_down, to=to)
 
 
-def moe_ffn(h, w, config, probe=NO_PROBE, *, ops, **to):
-    """h [T,D] -> [T,D]: routed experts + shared expert. to: see moe_experts."""
+def moe_ffn(h, w, config, probe=NO_PROBE, *, ops):
+    """h [T,D] -> [T,D]: routed experts + shared expert."""
     experts, weights = ops.route(h, w, config, probe=probe)
-    return ops.moe_experts(h, w, experts, weights, probe=probe, **to)
+    return ops.moe_experts(h, w, experts, weights, probe=probe)
 
 
 def local_experts(experts, first: int, count: int, *, ops):
